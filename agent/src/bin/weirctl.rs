@@ -1,0 +1,2 @@
+//! `weirctl`: the operator's tool.
+fn main() {}

@@ -1,0 +1,1 @@
+//! The local socket that `weir-cni` calls, and IPAM.

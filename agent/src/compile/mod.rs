@@ -1,0 +1,1 @@
+//! Desired state to wanted map entries, routes and DNS zone. Pure.

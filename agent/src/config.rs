@@ -1,0 +1,176 @@
+//! The agent's typed configuration: one TOML file, parsed once, unknown keys refused.
+
+use std::net::{IpAddr, SocketAddr};
+use std::path::{Path, PathBuf};
+
+use serde::Deserialize;
+
+/// Why a configuration could not be used.
+#[derive(Debug, thiserror::Error)]
+pub enum ConfigError {
+    #[error("read configuration {path}: {source}")]
+    Read { path: PathBuf, source: std::io::Error },
+    /// The message carries line, column, the offending key and the keys that exist.
+    #[error("parse configuration {path}: {source}")]
+    Parse { path: PathBuf, source: toml::de::Error },
+}
+
+/// `weir-agent --config FILE`.
+#[derive(Clone, Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Config {
+    pub node_name: String,
+    /// InternalIPs of this node, at most one per family. The first is the primary.
+    pub node_ips: Vec<IpAddr>,
+    /// Interfaces that carry traffic between nodes and to the outside.
+    pub uplinks: Vec<String>,
+    /// Durable state: IPAM, pod checkpoints, queued DELs. Survives reboots.
+    #[serde(default = "defaults::state_dir")]
+    pub state_dir: PathBuf,
+    /// Sockets and other run-time files. Emptied by a reboot.
+    #[serde(default = "defaults::run_dir")]
+    pub run_dir: PathBuf,
+    /// A bpffs mount; programs, links and maps are pinned below it.
+    #[serde(default = "defaults::bpffs")]
+    pub bpffs: PathBuf,
+    /// Labels for the Node object (whole-cluster mode).
+    #[serde(default)]
+    pub labels: std::collections::BTreeMap<String, String>,
+    pub feed: Feed,
+    #[serde(default)]
+    pub cni: Cni,
+    #[serde(default)]
+    pub dns: Dns,
+    #[serde(default)]
+    pub observe: Observe,
+    /// Present in whole-cluster mode only: the agent runs pods through this runtime.
+    pub pods: Option<Pods>,
+}
+
+/// Where the control plane serves the node feed, and the credentials for it (PEM files).
+#[derive(Clone, Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Feed {
+    /// Each `https://HOST:PORT`; tried in order.
+    pub servers: Vec<String>,
+    /// TLS name to expect of the server.
+    #[serde(default = "defaults::feed_server_name")]
+    pub server_name: String,
+    pub ca: PathBuf,
+    pub cert: PathBuf,
+    pub key: PathBuf,
+}
+
+/// The socket that `weir-cni` calls and the configuration file written for the runtime.
+#[derive(Clone, Debug, Default, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct Cni {
+    /// Where to write the network configuration list (for example /etc/cni/net.d); none is written when unset.
+    pub conf_dir: Option<PathBuf>,
+    /// Unix socket of the CNI API; default RUN_DIR/cni.sock.
+    pub socket: Option<PathBuf>,
+    /// Pod interface MTU in bytes; default: the smallest MTU of the uplinks.
+    pub mtu: Option<u32>,
+}
+
+/// Cluster DNS of this node.
+#[derive(Clone, Debug, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct Dns {
+    /// Port on every node IP and loopback where the server listens; the dataplane leads the cluster DNS address here.
+    pub port: u16,
+    /// resolv.conf with the upstream servers for names outside the cluster.
+    pub resolv_conf: PathBuf,
+    /// Upstream servers; when not empty, `resolv_conf` is not read.
+    pub upstreams: Vec<SocketAddr>,
+    /// Seconds; TTL of cluster records.
+    pub ttl_s: u32,
+}
+
+impl Default for Dns {
+    fn default() -> Self {
+        Self { port: 10053, resolv_conf: "/etc/resolv.conf".into(), upstreams: Vec::new(), ttl_s: 30 }
+    }
+}
+
+/// HTTP endpoint with /metrics, /livez and /readyz.
+#[derive(Clone, Debug, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct Observe {
+    pub listen: SocketAddr,
+}
+
+impl Default for Observe {
+    fn default() -> Self {
+        Self { listen: SocketAddr::from(([127, 0, 0, 1], 9965)) }
+    }
+}
+
+/// The pod runner (whole-cluster mode).
+#[derive(Clone, Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Pods {
+    /// CRI socket, for example unix:///run/containerd/containerd.sock.
+    pub cri: String,
+    /// Cgroup parent of every pod, as the CRI runtime understands it.
+    #[serde(default = "defaults::cgroup_parent")]
+    pub cgroup_parent: String,
+    /// Root of container logs.
+    #[serde(default = "defaults::pod_log_dir")]
+    pub log_dir: PathBuf,
+    /// Port of the node API (logs) on the primary node IP.
+    #[serde(default = "defaults::node_api_port")]
+    pub node_api_port: u16,
+    #[serde(default = "defaults::max_pods")]
+    pub max_pods: u32,
+    /// An image that is present is used even where imagePullPolicy is Always: for nodes without a registry.
+    #[serde(default)]
+    pub prefer_present_images: bool,
+}
+
+mod defaults {
+    use std::path::PathBuf;
+
+    pub(super) fn state_dir() -> PathBuf {
+        "/var/lib/weir".into()
+    }
+    pub(super) fn run_dir() -> PathBuf {
+        "/run/weir".into()
+    }
+    pub(super) fn bpffs() -> PathBuf {
+        "/sys/fs/bpf".into()
+    }
+    pub(super) fn feed_server_name() -> String {
+        "weir-control".into()
+    }
+    pub(super) fn cgroup_parent() -> String {
+        "/weir/pods".into()
+    }
+    pub(super) fn pod_log_dir() -> PathBuf {
+        "/var/log/pods".into()
+    }
+    pub(super) fn node_api_port() -> u16 {
+        10250
+    }
+    pub(super) fn max_pods() -> u32 {
+        110
+    }
+}
+
+impl Config {
+    /// Reads and checks a configuration file.
+    ///
+    /// # Errors
+    /// [`ConfigError`] with the path, and line and column for syntax and unknown keys.
+    pub fn load(path: &Path) -> Result<Self, ConfigError> {
+        let text = std::fs::read_to_string(path)
+            .map_err(|source| ConfigError::Read { path: path.into(), source })?;
+        toml::from_str(&text).map_err(|source| ConfigError::Parse { path: path.into(), source })
+    }
+
+    /// Unix socket of the CNI API.
+    #[must_use]
+    pub fn cni_socket(&self) -> PathBuf {
+        self.cni.socket.clone().unwrap_or_else(|| self.run_dir.join("cni.sock"))
+    }
+}

@@ -1,0 +1,1 @@
+//! Cluster DNS server of this node.

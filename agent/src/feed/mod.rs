@@ -1,0 +1,1 @@
+//! Node feed client: keeps the desired state current.

@@ -1,0 +1,15 @@
+//! The node's side of Weir: desired state in; maps, routes, links, DNS answers and pods out.
+//!
+//! Flow: `feed` -> `compile` -> `plan` -> `kernel` / `netlink` / `dns` / `pods`. Observed state (`observe`) never
+//! becomes desired state.
+
+pub mod cni_api;
+pub mod compile;
+pub mod config;
+pub mod dns;
+pub mod feed;
+pub mod kernel;
+pub mod netlink;
+pub mod observe;
+pub mod plan;
+pub mod pods;

@@ -1,0 +1,2 @@
+//! `weir-agent`: the node's daemon.
+fn main() {}

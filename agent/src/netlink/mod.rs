@@ -1,0 +1,1 @@
+//! Links, routes and neighbours by rtnetlink.

@@ -1,0 +1,1 @@
+//! Counters, drop reasons, metrics and health endpoints.

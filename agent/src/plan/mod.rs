@@ -1,0 +1,1 @@
+//! Wanted against present: ordered operations. Pure.

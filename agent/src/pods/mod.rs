@@ -1,0 +1,1 @@
+//! Pod runner: CRI client, probes, status.

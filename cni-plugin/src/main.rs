@@ -1,0 +1,2 @@
+//! `weir-cni`: the CNI spec in, one call to the agent out.
+fn main() {}

@@ -1,0 +1,174 @@
+//! Everything a node should be, as the feed told it: a snapshot replaces it, deltas change it.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use crate::v1::{
+    ClusterConfig, Delta, EndpointSlice, KeyedData, Node, Object, ObjectKey, ObjectKind, PodSpec,
+    Service, Snapshot, object,
+};
+
+/// Namespace and name; the namespace is empty for cluster-scoped objects.
+#[derive(Clone, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Name {
+    pub namespace: String,
+    pub name: String,
+}
+
+impl Name {
+    #[must_use]
+    pub fn new(namespace: impl Into<String>, name: impl Into<String>) -> Self {
+        Self { namespace: namespace.into(), name: name.into() }
+    }
+}
+
+impl std::fmt::Display for Name {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        if self.namespace.is_empty() {
+            write!(f, "{}", self.name)
+        } else {
+            write!(f, "{}/{}", self.namespace, self.name)
+        }
+    }
+}
+
+/// The whole desired state of one node at a revision.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct DesiredState {
+    pub revision: u64,
+    pub config: ClusterConfig,
+    pub nodes: BTreeMap<String, Node>,
+    pub services: BTreeMap<Name, Service>,
+    pub endpoint_slices: BTreeMap<Name, EndpointSlice>,
+    pub pods: BTreeMap<Name, PodSpec>,
+    pub config_maps: BTreeMap<Name, KeyedData>,
+    pub secrets: BTreeMap<Name, KeyedData>,
+}
+
+/// What a delta touched, so that the stages after it compare only that. A snapshot touches everything.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Changes {
+    pub everything: bool,
+    pub config: bool,
+    pub nodes: BTreeSet<String>,
+    /// Services whose own object or whose endpoint slices changed.
+    pub services: BTreeSet<Name>,
+    pub pods: BTreeSet<Name>,
+    pub config_maps: BTreeSet<Name>,
+    pub secrets: BTreeSet<Name>,
+}
+
+impl DesiredState {
+    /// A state made of a snapshot's objects (all parts of it, in order).
+    #[must_use]
+    pub fn from_snapshot(parts: impl IntoIterator<Item = Snapshot>) -> Self {
+        let mut state = Self::default();
+        let mut ignored = Changes::default();
+        for part in parts {
+            state.revision = part.revision;
+            for object in part.objects {
+                state.upsert(object, &mut ignored);
+            }
+        }
+        state
+    }
+
+    /// Applies a delta and says what it touched. Removing what is not there is not an error.
+    pub fn apply(&mut self, delta: Delta) -> Changes {
+        let mut changes = Changes::default();
+        for key in delta.removals {
+            self.remove(key, &mut changes);
+        }
+        for object in delta.upserts {
+            self.upsert(object, &mut changes);
+        }
+        self.revision = delta.revision;
+        changes
+    }
+
+    /// Slices of one service, in the order of their names.
+    pub fn slices_of<'a>(&'a self, service: &'a Name) -> impl Iterator<Item = &'a EndpointSlice> {
+        self.endpoint_slices
+            .values()
+            .filter(move |s| s.namespace == service.namespace && s.service == service.name)
+    }
+
+    fn upsert(&mut self, object: Object, changes: &mut Changes) {
+        match object.kind {
+            Some(object::Kind::Config(config)) => {
+                changes.config = true;
+                self.config = config;
+            }
+            Some(object::Kind::Node(node)) => {
+                changes.nodes.insert(node.name.clone());
+                self.nodes.insert(node.name.clone(), node);
+            }
+            Some(object::Kind::Service(service)) => {
+                let name = Name::new(&service.namespace, &service.name);
+                changes.services.insert(name.clone());
+                self.services.insert(name, service);
+            }
+            Some(object::Kind::EndpointSlice(slice)) => {
+                let name = Name::new(&slice.namespace, &slice.name);
+                changes.services.insert(Name::new(&slice.namespace, &slice.service));
+                let before = self.endpoint_slices.insert(name, slice);
+                if let Some(before) = before {
+                    changes.services.insert(Name::new(before.namespace, before.service));
+                }
+            }
+            Some(object::Kind::Pod(pod)) => {
+                let name = Name::new(&pod.namespace, &pod.name);
+                changes.pods.insert(name.clone());
+                self.pods.insert(name, pod);
+            }
+            Some(object::Kind::ConfigMap(data)) => {
+                let name = Name::new(&data.namespace, &data.name);
+                changes.config_maps.insert(name.clone());
+                self.config_maps.insert(name, data);
+            }
+            Some(object::Kind::Secret(data)) => {
+                let name = Name::new(&data.namespace, &data.name);
+                changes.secrets.insert(name.clone());
+                self.secrets.insert(name, data);
+            }
+            // A kind this version does not know: a newer control plane may send it.
+            None => {}
+        }
+    }
+
+    fn remove(&mut self, key: ObjectKey, changes: &mut Changes) {
+        let kind = key.kind();
+        let name = Name::new(key.namespace, key.name);
+        match kind {
+            ObjectKind::Unspecified => {}
+            ObjectKind::Config => {
+                changes.config = true;
+                self.config = ClusterConfig::default();
+            }
+            ObjectKind::Node => {
+                self.nodes.remove(&name.name);
+                changes.nodes.insert(name.name);
+            }
+            ObjectKind::Service => {
+                self.services.remove(&name);
+                changes.services.insert(name);
+            }
+            ObjectKind::EndpointSlice => {
+                if let Some(slice) = self.endpoint_slices.remove(&name) {
+                    changes.services.insert(Name::new(slice.namespace, slice.service));
+                }
+            }
+            ObjectKind::Pod => {
+                self.pods.remove(&name);
+                changes.pods.insert(name);
+            }
+            ObjectKind::ConfigMap => {
+                self.config_maps.remove(&name);
+                changes.config_maps.insert(name);
+            }
+            ObjectKind::Secret => {
+                self.secrets.remove(&name);
+                changes.secrets.insert(name);
+            }
+        }
+    }
+}

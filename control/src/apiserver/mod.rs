@@ -1,0 +1,1 @@
+//! Kubernetes REST over the store: discovery, decoding, validation, patch, watch, authentication.

@@ -1,0 +1,1 @@
+//! One file or folder per controller: a pure core and a thin runtime.

@@ -1,0 +1,2 @@
+//! `weir-control`: the control plane in one process.
+fn main() {}

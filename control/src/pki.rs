@@ -1,0 +1,1 @@
+//! The cluster CA and the certificates issued from it.

@@ -1,0 +1,1 @@
+//! Queue, filters, scores and binding: a pure core and a thin runtime.

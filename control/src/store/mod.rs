@@ -1,0 +1,1 @@
+//! Ordered, watchable key-value store: the trait and its embedded implementation (redb).

@@ -1,0 +1,1 @@
+//! Topology builder, case runner and the test tiers that need more than one room.

@@ -1,0 +1,2 @@
+//! The developer and user door: every task is a `cargo xtask` command.
+fn main() {}
