@@ -24,10 +24,18 @@ pub mod resources {
     use super::Resource;
 
     const fn core(plural: &'static str) -> Resource {
-        Resource { group: "", version: "v1", plural }
+        Resource {
+            group: "",
+            version: "v1",
+            plural,
+        }
     }
     const fn in_group(group: &'static str, plural: &'static str) -> Resource {
-        Resource { group, version: "v1", plural }
+        Resource {
+            group,
+            version: "v1",
+            plural,
+        }
     }
     pub const PODS: Resource = core("pods");
     pub const NODES: Resource = core("nodes");
@@ -110,8 +118,12 @@ pub trait ObjectClient: Send + Sync + 'static {
         revision: u64,
     ) -> Result<mpsc::Receiver<WatchEvent>, ApiError>;
 
-    async fn create(&self, r: Resource, namespace: &str, object: Value)
-    -> Result<Arc<Value>, ApiError>;
+    async fn create(
+        &self,
+        r: Resource,
+        namespace: &str,
+        object: Value,
+    ) -> Result<Arc<Value>, ApiError>;
 
     /// Replaces the object; a resourceVersion in it must be current (409 otherwise).
     async fn update(&self, r: Resource, object: Value) -> Result<Arc<Value>, ApiError>;

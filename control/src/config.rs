@@ -10,10 +10,16 @@ use serde::Deserialize;
 #[derive(Debug, thiserror::Error)]
 pub enum ConfigError {
     #[error("read configuration {path}: {source}")]
-    Read { path: PathBuf, source: std::io::Error },
+    Read {
+        path: PathBuf,
+        source: std::io::Error,
+    },
     /// The message carries line, column, the offending key and the keys that exist.
     #[error("parse configuration {path}: {source}")]
-    Parse { path: PathBuf, source: toml::de::Error },
+    Parse {
+        path: PathBuf,
+        source: toml::de::Error,
+    },
 }
 
 /// `weir-control serve --config FILE`.
@@ -61,10 +67,16 @@ impl Default for Network {
         let net = |s: &str| s.parse::<IpNetwork>().ok();
         Self {
             cluster_domain: "cluster.local".into(),
-            pod_cidrs: net("10.244.0.0/16").into_iter().chain(net("fd00:10:244::/56")).collect(),
+            pod_cidrs: net("10.244.0.0/16")
+                .into_iter()
+                .chain(net("fd00:10:244::/56"))
+                .collect(),
             node_prefix_v4: 24,
             node_prefix_v6: 64,
-            service_cidrs: net("10.96.0.0/16").into_iter().chain(net("fd00:10:96::/112")).collect(),
+            service_cidrs: net("10.96.0.0/16")
+                .into_iter()
+                .chain(net("fd00:10:96::/112"))
+                .collect(),
             dns_ips: Vec::new(),
             node_port_first: 30000,
             node_port_last: 32767,
@@ -77,7 +89,10 @@ impl Network {
     #[must_use]
     pub fn cluster_dns(&self) -> Vec<IpAddr> {
         if self.dns_ips.is_empty() {
-            self.service_cidrs.iter().filter_map(|c| nth_address(*c, 10)).collect()
+            self.service_cidrs
+                .iter()
+                .filter_map(|c| nth_address(*c, 10))
+                .collect()
         } else {
             self.dns_ips.clone()
         }
@@ -102,8 +117,13 @@ impl Config {
     /// # Errors
     /// [`ConfigError`] with the path, and line and column for syntax and unknown keys.
     pub fn load(path: &Path) -> Result<Self, ConfigError> {
-        let text = std::fs::read_to_string(path)
-            .map_err(|source| ConfigError::Read { path: path.into(), source })?;
-        toml::from_str(&text).map_err(|source| ConfigError::Parse { path: path.into(), source })
+        let text = std::fs::read_to_string(path).map_err(|source| ConfigError::Read {
+            path: path.into(),
+            source,
+        })?;
+        toml::from_str(&text).map_err(|source| ConfigError::Parse {
+            path: path.into(),
+            source,
+        })
     }
 }

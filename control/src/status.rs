@@ -38,7 +38,12 @@ pub struct Details {
 impl ApiError {
     #[must_use]
     pub fn new(code: u16, reason: &'static str, message: impl Into<String>) -> Self {
-        Self { code, reason, message: message.into(), details: Details::default() }
+        Self {
+            code,
+            reason,
+            message: message.into(),
+            details: Details::default(),
+        }
     }
 
     /// 404 for one object.
@@ -59,7 +64,11 @@ impl ApiError {
     #[must_use]
     pub fn already_exists(group: &str, resource: &str, name: &str) -> Self {
         let full = qualified(resource, group);
-        let mut e = Self::new(409, "AlreadyExists", format!("{full} \"{name}\" already exists"));
+        let mut e = Self::new(
+            409,
+            "AlreadyExists",
+            format!("{full} \"{name}\" already exists"),
+        );
         e.details = Details {
             name: name.into(),
             group: group.into(),
@@ -96,16 +105,21 @@ impl ApiError {
     /// 422 with one cause per field error.
     #[must_use]
     pub fn invalid(group: &str, kind: &str, name: &str, causes: Vec<Cause>) -> Self {
-        let list: Vec<String> =
-            causes.iter().map(|c| format!("{}: {}", c.field, c.message)).collect();
+        let list: Vec<String> = causes
+            .iter()
+            .map(|c| format!("{}: {}", c.field, c.message))
+            .collect();
         let joined = if list.len() == 1 {
             list.concat()
         } else {
             format!("[{}]", list.join(", "))
         };
         let full = qualified(kind, group);
-        let mut e =
-            Self::new(422, "Invalid", format!("{full} \"{name}\" is invalid: {joined}"));
+        let mut e = Self::new(
+            422,
+            "Invalid",
+            format!("{full} \"{name}\" is invalid: {joined}"),
+        );
         e.details = Details {
             name: name.into(),
             group: group.into(),
@@ -146,13 +160,18 @@ impl ApiError {
             }
         }
         if !self.details.causes.is_empty() {
-            let causes = self.details.causes.iter().map(
-                |c| json!({"reason": c.reason, "message": c.message, "field": c.field}),
-            );
+            let causes = self
+                .details
+                .causes
+                .iter()
+                .map(|c| json!({"reason": c.reason, "message": c.message, "field": c.field}));
             details.insert("causes".into(), Value::Array(causes.collect()));
         }
         if self.details.retry_after_s > 0 {
-            details.insert("retryAfterSeconds".into(), self.details.retry_after_s.into());
+            details.insert(
+                "retryAfterSeconds".into(),
+                self.details.retry_after_s.into(),
+            );
         }
         let mut status = json!({
             "kind": "Status", "apiVersion": "v1", "metadata": {},
@@ -169,5 +188,9 @@ impl ApiError {
 }
 
 fn qualified(resource: &str, group: &str) -> String {
-    if group.is_empty() { resource.to_owned() } else { format!("{resource}.{group}") }
+    if group.is_empty() {
+        resource.to_owned()
+    } else {
+        format!("{resource}.{group}")
+    }
 }
