@@ -9,10 +9,16 @@ use serde::Deserialize;
 #[derive(Debug, thiserror::Error)]
 pub enum ConfigError {
     #[error("read configuration {path}: {source}")]
-    Read { path: PathBuf, source: std::io::Error },
+    Read {
+        path: PathBuf,
+        source: std::io::Error,
+    },
     /// The message carries line, column, the offending key and the keys that exist.
     #[error("parse configuration {path}: {source}")]
-    Parse { path: PathBuf, source: toml::de::Error },
+    Parse {
+        path: PathBuf,
+        source: toml::de::Error,
+    },
 }
 
 /// `weir-agent --config FILE`.
@@ -89,7 +95,12 @@ pub struct Dns {
 
 impl Default for Dns {
     fn default() -> Self {
-        Self { port: 10053, resolv_conf: "/etc/resolv.conf".into(), upstreams: Vec::new(), ttl_s: 30 }
+        Self {
+            port: 10053,
+            resolv_conf: "/etc/resolv.conf".into(),
+            upstreams: Vec::new(),
+            ttl_s: 30,
+        }
     }
 }
 
@@ -102,7 +113,9 @@ pub struct Observe {
 
 impl Default for Observe {
     fn default() -> Self {
-        Self { listen: SocketAddr::from(([127, 0, 0, 1], 9965)) }
+        Self {
+            listen: SocketAddr::from(([127, 0, 0, 1], 9965)),
+        }
     }
 }
 
@@ -163,14 +176,22 @@ impl Config {
     /// # Errors
     /// [`ConfigError`] with the path, and line and column for syntax and unknown keys.
     pub fn load(path: &Path) -> Result<Self, ConfigError> {
-        let text = std::fs::read_to_string(path)
-            .map_err(|source| ConfigError::Read { path: path.into(), source })?;
-        toml::from_str(&text).map_err(|source| ConfigError::Parse { path: path.into(), source })
+        let text = std::fs::read_to_string(path).map_err(|source| ConfigError::Read {
+            path: path.into(),
+            source,
+        })?;
+        toml::from_str(&text).map_err(|source| ConfigError::Parse {
+            path: path.into(),
+            source,
+        })
     }
 
     /// Unix socket of the CNI API.
     #[must_use]
     pub fn cni_socket(&self) -> PathBuf {
-        self.cni.socket.clone().unwrap_or_else(|| self.run_dir.join("cni.sock"))
+        self.cni
+            .socket
+            .clone()
+            .unwrap_or_else(|| self.run_dir.join("cni.sock"))
     }
 }

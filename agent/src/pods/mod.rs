@@ -1,1 +1,2 @@
 //! Pod runner: CRI client, probes, status.
+pub(crate) mod cri;
