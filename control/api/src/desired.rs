@@ -17,7 +17,10 @@ pub struct Name {
 impl Name {
     #[must_use]
     pub fn new(namespace: impl Into<String>, name: impl Into<String>) -> Self {
-        Self { namespace: namespace.into(), name: name.into() }
+        Self {
+            namespace: namespace.into(),
+            name: name.into(),
+        }
     }
 }
 
@@ -57,6 +60,34 @@ pub struct Changes {
     pub secrets: BTreeSet<Name>,
 }
 
+impl Changes {
+    /// Touches everything: what a snapshot does.
+    #[must_use]
+    pub fn everything() -> Self {
+        Self {
+            everything: true,
+            ..Self::default()
+        }
+    }
+
+    /// True when nothing was touched (a delta that only moves the revision).
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        *self == Self::default()
+    }
+
+    /// Adds what a later delta touched.
+    pub fn merge(&mut self, later: Self) {
+        self.everything |= later.everything;
+        self.config |= later.config;
+        self.nodes.extend(later.nodes);
+        self.services.extend(later.services);
+        self.pods.extend(later.pods);
+        self.config_maps.extend(later.config_maps);
+        self.secrets.extend(later.secrets);
+    }
+}
+
 impl DesiredState {
     /// A state made of a snapshot's objects (all parts of it, in order).
     #[must_use]
@@ -85,11 +116,13 @@ impl DesiredState {
         changes
     }
 
-    /// Slices of one service, in the order of their names.
+    /// Slices of one service, in the order of their names. Walks the slices of the service's namespace only.
     pub fn slices_of<'a>(&'a self, service: &'a Name) -> impl Iterator<Item = &'a EndpointSlice> {
         self.endpoint_slices
-            .values()
-            .filter(move |s| s.namespace == service.namespace && s.service == service.name)
+            .range(Name::new(service.namespace.clone(), "")..)
+            .take_while(move |(name, _)| name.namespace == service.namespace)
+            .map(|(_, slice)| slice)
+            .filter(move |slice| slice.service == service.name)
     }
 
     fn upsert(&mut self, object: Object, changes: &mut Changes) {
@@ -109,10 +142,14 @@ impl DesiredState {
             }
             Some(object::Kind::EndpointSlice(slice)) => {
                 let name = Name::new(&slice.namespace, &slice.name);
-                changes.services.insert(Name::new(&slice.namespace, &slice.service));
+                changes
+                    .services
+                    .insert(Name::new(&slice.namespace, &slice.service));
                 let before = self.endpoint_slices.insert(name, slice);
                 if let Some(before) = before {
-                    changes.services.insert(Name::new(before.namespace, before.service));
+                    changes
+                        .services
+                        .insert(Name::new(before.namespace, before.service));
                 }
             }
             Some(object::Kind::Pod(pod)) => {
@@ -154,7 +191,9 @@ impl DesiredState {
             }
             ObjectKind::EndpointSlice => {
                 if let Some(slice) = self.endpoint_slices.remove(&name) {
-                    changes.services.insert(Name::new(slice.namespace, slice.service));
+                    changes
+                        .services
+                        .insert(Name::new(slice.namespace, slice.service));
                 }
             }
             ObjectKind::Pod => {
