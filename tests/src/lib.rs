@@ -1,1 +1,3 @@
 //! Topology builder, case runner and the test tiers that need more than one room.
+
+pub mod cases;

@@ -7,6 +7,7 @@ pub mod desired;
 /// Protocol buffers messages and services of `weir.node.v1`.
 #[allow(
     clippy::all,
+    clippy::allow_attributes_without_reason,
     clippy::unwrap_used,
     clippy::too_many_lines,
     unreachable_pub,

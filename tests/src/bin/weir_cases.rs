@@ -1,0 +1,82 @@
+//! `weir-cases`: runs a folder of case files. People use `cargo xtask cases KIND DIR`.
+
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+use clap::{Parser, Subcommand};
+use weir_tests::cases::api;
+
+/// Runs a folder of case files: one line per case, then `N passed, N failed, N skipped`.
+#[derive(Debug, Parser)]
+#[command(name = "weir-cases")]
+struct Cli {
+    #[command(subcommand)]
+    kind: Kind,
+}
+
+#[derive(Debug, Subcommand)]
+enum Kind {
+    /// API cases: kubectl and raw HTTP against a live control plane.
+    Api {
+        /// Folder of case files.
+        dir: PathBuf,
+        /// Run only cases whose file name contains this.
+        #[arg(long)]
+        only: Option<String>,
+        /// The kubectl binary.
+        #[arg(long, default_value = "kubectl")]
+        kubectl: PathBuf,
+        /// Start this weir-control on loopback for the run.
+        #[arg(long)]
+        control: Option<PathBuf>,
+        /// Use the server of this kubeconfig instead (admin by client certificate).
+        #[arg(long)]
+        kubeconfig: Option<PathBuf>,
+        /// Cases run at once.
+        #[arg(long, default_value_t = 2)]
+        jobs: usize,
+        /// Also run cases that take more than about a minute.
+        #[arg(long)]
+        slow: bool,
+    },
+}
+
+fn main() -> anyhow::Result<ExitCode> {
+    let _another_installed = rustls::crypto::ring::default_provider().install_default();
+    let summary = match Cli::parse().kind {
+        Kind::Api {
+            dir,
+            only,
+            kubectl,
+            control,
+            kubeconfig,
+            jobs,
+            slow,
+        } => {
+            let options = api::Options {
+                folder: dir,
+                only,
+                kubectl,
+                control,
+                kubeconfig,
+                jobs,
+                slow,
+            };
+            api::run_folder(&options, print)?
+        }
+    };
+    print(&summary.to_string());
+    Ok(if summary.failed == 0 {
+        ExitCode::SUCCESS
+    } else {
+        ExitCode::FAILURE
+    })
+}
+
+#[allow(
+    clippy::print_stdout,
+    reason = "the report of a run goes to standard output"
+)]
+fn print(line: &str) {
+    println!("{line}");
+}
