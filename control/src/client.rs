@@ -50,6 +50,53 @@ pub mod resources {
     pub const REPLICA_SETS: Resource = in_group("apps", "replicasets");
     pub const ENDPOINT_SLICES: Resource = in_group("discovery.k8s.io", "endpointslices");
     pub const LEASES: Resource = in_group("coordination.k8s.io", "leases");
+    pub const PERSISTENT_VOLUME_CLAIMS: Resource = core("persistentvolumeclaims");
+    pub const REPLICATION_CONTROLLERS: Resource = core("replicationcontrollers");
+    pub const RESOURCE_QUOTAS: Resource = core("resourcequotas");
+    pub const CONTROLLER_REVISIONS: Resource = in_group("apps", "controllerrevisions");
+    pub const STATEFUL_SETS: Resource = in_group("apps", "statefulsets");
+    pub const DAEMON_SETS: Resource = in_group("apps", "daemonsets");
+    pub const JOBS: Resource = in_group("batch", "jobs");
+    pub const CRON_JOBS: Resource = in_group("batch", "cronjobs");
+    pub const POD_DISRUPTION_BUDGETS: Resource = in_group("policy", "poddisruptionbudgets");
+    pub const PRIORITY_CLASSES: Resource = in_group("scheduling.k8s.io", "priorityclasses");
+
+    const fn entry(
+        resource: Resource,
+        kind: &'static str,
+        namespaced: bool,
+    ) -> super::CatalogEntry {
+        super::CatalogEntry {
+            resource,
+            kind,
+            namespaced,
+        }
+    }
+
+    /// What a client without a registry of its own offers to the controllers that walk every resource.
+    pub const BUILT_IN: &[super::CatalogEntry] = &[
+        entry(PODS, "Pod", true),
+        entry(NODES, "Node", false),
+        entry(SERVICES, "Service", true),
+        entry(NAMESPACES, "Namespace", false),
+        entry(CONFIG_MAPS, "ConfigMap", true),
+        entry(SECRETS, "Secret", true),
+        entry(EVENTS, "Event", true),
+        entry(SERVICE_ACCOUNTS, "ServiceAccount", true),
+        entry(ENDPOINTS, "Endpoints", true),
+        entry(DEPLOYMENTS, "Deployment", true),
+        entry(REPLICA_SETS, "ReplicaSet", true),
+        entry(ENDPOINT_SLICES, "EndpointSlice", true),
+        entry(LEASES, "Lease", true),
+    ];
+}
+
+/// One stored resource as discovery knows it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct CatalogEntry {
+    pub resource: Resource,
+    pub kind: &'static str,
+    pub namespaced: bool,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -131,7 +178,8 @@ pub trait ObjectClient: Send + Sync + 'static {
     /// Replaces `status` only.
     async fn update_status(&self, r: Resource, object: Value) -> Result<Arc<Value>, ApiError>;
 
-    /// `subresource` is empty or, for example, "status".
+    /// `subresource` is empty or, for example, "status". For namespaces "finalize" writes `spec.finalizers` only, and
+    /// removes a terminating namespace whose last finalizer went.
     async fn patch(
         &self,
         r: Resource,
@@ -149,6 +197,12 @@ pub trait ObjectClient: Send + Sync + 'static {
         name: &str,
         options: DeleteOptions,
     ) -> Result<(), ApiError>;
+
+    /// Every stored resource in its storage version, custom ones included; the garbage collector and the namespace
+    /// controller walk it.
+    fn catalog(&self) -> Vec<CatalogEntry> {
+        resources::BUILT_IN.to_vec()
+    }
 
     /// Assigns a pod to a node (the `binding` subresource).
     async fn bind(&self, namespace: &str, pod: &str, node: &str) -> Result<(), ApiError>;
