@@ -1,6 +1,12 @@
 //! Load, attach, pin, and map access. The only room of the agent with `unsafe`, and the only one that names aya.
+//!
+//! [`Kernel`] is the door: it loads the embedded object, adopts what an earlier agent pinned, and makes the maps equal
+//! to the desired state. What the entries should be is decided in `compile`, the order of changes in `plan`.
 
 use std::net::IpAddr;
+use std::path::{Path, PathBuf};
+
+use control_api::desired::{Changes, DesiredState};
 
 /// A pod's link as the dataplane sees it (host side of the pair).
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -14,6 +20,53 @@ pub struct PodLink {
     pub host_mac: [u8; 6],
     /// At most one address per family.
     pub addresses: Vec<IpAddr>,
+}
+
+/// The pair through which this node's own processes reach services. Packets of the service ranges are routed out of
+/// `weir_host` and meet their program as they come in at the peer.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct HostLink {
+    /// Name of the peer, where the program sits (`weir_hostp`).
+    pub peer_name: String,
+    pub peer_ifindex: u32,
+    pub peer_mac: [u8; 6],
+    /// The side with the routes (`weir_host`).
+    pub host_ifindex: u32,
+    pub host_mac: [u8; 6],
+}
+
+/// Who this node is, as far as packets show it.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct NodeIdentity {
+    pub name: String,
+    /// The node's addresses; the first of each family is the source of translated packets.
+    pub addresses: Vec<IpAddr>,
+    /// Where this node's cluster DNS listens on those addresses.
+    pub dns_port: u16,
+}
+
+/// How many entries each table may hold. Tables that exist keep their size until they are removed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Limits {
+    /// Flows per address family. Beyond it new flows are dropped and counted (`flow_table_full`).
+    pub flows: u32,
+    /// Service ports per address family.
+    pub frontends: u32,
+    /// Places of backends in services, per address family.
+    pub slots: u32,
+    /// Pods of this node per address family.
+    pub endpoints: u32,
+}
+
+impl Default for Limits {
+    fn default() -> Self {
+        Self {
+            flows: 262_144,
+            frontends: 65_536,
+            slots: 262_144,
+            endpoints: 1_024,
+        }
+    }
 }
 
 /// What the CNI room needs of the dataplane: a seam with three occupants (real, fake, faulty).
@@ -35,11 +88,176 @@ pub trait PodPrograms: Send + Sync {
     fn is_attached(&self, link: &PodLink) -> bool;
 }
 
-/// A pod link could not be given its programs.
+/// A link could not be given its programs.
 #[derive(Debug, thiserror::Error)]
-#[error("{step} for pod link {link}: {source}")]
+#[error("{step} for link {link}: {source}")]
 pub struct AttachError {
     pub step: &'static str,
     pub link: String,
     pub source: Box<dyn std::error::Error + Send + Sync>,
+}
+
+/// The dataplane could not be opened or changed.
+#[derive(Debug, thiserror::Error)]
+pub enum KernelError {
+    #[error(
+        "this agent was built without its eBPF programs: run `cargo xtask build ebpf`, then build the agent again"
+    )]
+    NoObject,
+    #[error("{attempted} {path}: {source}")]
+    Pin {
+        attempted: &'static str,
+        path: PathBuf,
+        source: std::io::Error,
+    },
+    #[error("load the eBPF programs: {source}")]
+    Load {
+        source: Box<dyn std::error::Error + Send + Sync>,
+    },
+    #[error("{attempted} map {map}: {source}")]
+    Map {
+        attempted: &'static str,
+        map: &'static str,
+        source: Box<dyn std::error::Error + Send + Sync>,
+    },
+}
+
+/// What one `apply` did.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct ApplyReport {
+    /// Revision of the desired state that the kernel now holds.
+    pub revision: u64,
+    /// Operations done on the maps.
+    pub changed: usize,
+    /// Service ports that could not be programmed, and why. The others are in place.
+    pub failed: Vec<(String, String)>,
+}
+
+/// A counter summed over the CPUs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Counter {
+    pub kind: CounterKind,
+    /// Stable name, for metric labels.
+    pub name: &'static str,
+    pub packets: u64,
+}
+
+/// What a [`Counter`] counts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum CounterKind {
+    /// Packets dropped for the reason `name`.
+    Drop,
+    /// Packets that took the path `name`.
+    Forward,
+}
+
+/// What one step of the flow collector did.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct CollectReport {
+    pub walked: usize,
+    pub removed: usize,
+    /// Halves that had lost their other half.
+    pub repaired: usize,
+}
+
+/// The loaded dataplane of this node.
+#[derive(Debug)]
+pub struct Kernel {
+    root: PathBuf,
+}
+
+impl Kernel {
+    /// Loads the programs and adopts the maps and links pinned below `bpffs` by an earlier agent.
+    ///
+    /// # Errors
+    /// [`KernelError`] when the object is missing, bpffs cannot be written, or the kernel refuses a program.
+    pub fn open(bpffs: &Path, _limits: Limits, _node: NodeIdentity) -> Result<Self, KernelError> {
+        let _ = bpffs;
+        Err(KernelError::NoObject)
+    }
+
+    /// Attaches the network program to an interface that carries traffic of other nodes. Safe to repeat.
+    ///
+    /// # Errors
+    /// [`AttachError`] names the interface and the step.
+    pub fn attach_uplink(&self, name: &str) -> Result<(), AttachError> {
+        Err(self.refused(name))
+    }
+
+    /// Attaches the program for this node's own processes. Safe to repeat.
+    ///
+    /// # Errors
+    /// [`AttachError`] names the interface and the step.
+    pub fn attach_host_link(&self, link: &HostLink) -> Result<(), AttachError> {
+        Err(self.refused(&link.peer_name))
+    }
+
+    /// Makes the service maps equal to the desired state. Compares only what `changes` names; the first call must say
+    /// `everything`, and nothing is removed before it.
+    ///
+    /// # Errors
+    /// [`KernelError`] when the maps cannot be used at all; a single service that does not fit is in the report.
+    pub fn apply(
+        &self,
+        desired: &DesiredState,
+        _changes: &Changes,
+    ) -> Result<ApplyReport, KernelError> {
+        Ok(ApplyReport {
+            revision: desired.revision,
+            ..ApplyReport::default()
+        })
+    }
+
+    /// Every counter, drops and forwards.
+    ///
+    /// # Errors
+    /// [`KernelError`] when a counter map cannot be read.
+    pub fn counters(&self) -> Result<Vec<Counter>, KernelError> {
+        Ok(Vec::new())
+    }
+
+    /// Flows known at the end of the last full walk of the collector.
+    #[must_use]
+    pub fn flow_count(&self) -> usize {
+        0
+    }
+
+    /// Walks a bounded part of the flow tables and removes what has expired. Call it once a second.
+    ///
+    /// # Errors
+    /// [`KernelError`] when a flow table cannot be read.
+    pub fn collect_flows(&self) -> Result<CollectReport, KernelError> {
+        Ok(CollectReport::default())
+    }
+
+    /// Removes every pin and attachment below `bpffs`, of every ABI. Traffic through services stops.
+    ///
+    /// # Errors
+    /// [`KernelError`] names the pin that could not be removed; the others are gone.
+    pub fn cleanup(_bpffs: &Path) -> Result<Vec<PathBuf>, KernelError> {
+        Ok(Vec::new())
+    }
+
+    fn refused(&self, link: &str) -> AttachError {
+        let message = format!("nothing is loaded below {}", self.root.display());
+        AttachError {
+            step: "attach a program",
+            link: link.into(),
+            source: message.into(),
+        }
+    }
+}
+
+impl PodPrograms for Kernel {
+    fn attach_pod(&self, link: &PodLink) -> Result<(), AttachError> {
+        Err(self.refused(&link.host_name))
+    }
+
+    fn detach_pod(&self, _ifindex: u32, _addresses: &[IpAddr]) -> Result<(), AttachError> {
+        Ok(())
+    }
+
+    fn is_attached(&self, _link: &PodLink) -> bool {
+        false
+    }
 }
