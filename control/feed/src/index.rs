@@ -1,0 +1,421 @@
+//! The index: the translated cluster, who needs which part of it, and what each change means for whom.
+//!
+//! Holds encoded objects only; the JSON they came from is not kept. A change that translates to the same bytes (a
+//! Lease-like heartbeat in a Node's status, a pod's own status) has no effect and costs no node anything.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use bytes::Bytes;
+use control_api::desired::Name;
+use control_api::v1::{ClusterConfig, Object, ObjectKey, ObjectKind, object};
+use prost::Message;
+use serde_json::Value;
+
+use crate::{pod, translate, volume};
+
+/// The Kubernetes kinds that the index reads.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Kind {
+    Namespace,
+    Node,
+    Service,
+    EndpointSlice,
+    Pod,
+    ConfigMap,
+    Secret,
+}
+
+impl Kind {
+    pub const ALL: [Self; 7] = [
+        Self::Namespace,
+        Self::Node,
+        Self::Service,
+        Self::EndpointSlice,
+        Self::ConfigMap,
+        Self::Secret,
+        // Last: what pods refer to is known by then.
+        Self::Pod,
+    ];
+}
+
+/// One change of a node's desired state.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Op {
+    /// An encoded `Object`, shared by everybody who gets it.
+    Upsert(Bytes),
+    Remove(ObjectKey),
+}
+
+/// What one change means: for every node, and on top of it for single nodes that run pods.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Effects {
+    pub shared: Vec<Op>,
+    pub per_node: BTreeMap<String, Vec<Op>>,
+}
+
+impl Effects {
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.shared.is_empty() && self.per_node.is_empty()
+    }
+
+    /// Adds later effects. Operations keep their order; the caller must not merge two changes of one object.
+    pub fn extend(&mut self, later: Self) {
+        self.shared.extend(later.shared);
+        for (node, ops) in later.per_node {
+            self.per_node.entry(node).or_default().extend(ops);
+        }
+    }
+}
+
+#[derive(Debug)]
+struct Pod {
+    node: String,
+    /// Encoded with revision zero: what is compared.
+    plain: Bytes,
+    /// Encoded with the revision of its last change: what is sent.
+    sent: Bytes,
+    references: BTreeSet<(ObjectKind, String)>,
+}
+
+type SharedKey = (ObjectKind, Name);
+
+/// See the module documentation.
+#[derive(Debug)]
+pub struct Index {
+    base: ClusterConfig,
+    namespaces: BTreeSet<String>,
+    config: Bytes,
+    /// Nodes, services and endpoint slices, which every node gets.
+    shared: BTreeMap<SharedKey, Bytes>,
+    /// Every ConfigMap and Secret: a pod may come to need any of them.
+    keyed: BTreeMap<SharedKey, Bytes>,
+    pods: BTreeMap<Name, Pod>,
+    pods_of_node: BTreeMap<String, BTreeSet<Name>>,
+    /// How many pods of each node refer to a ConfigMap or Secret.
+    referrers: BTreeMap<SharedKey, BTreeMap<String, usize>>,
+}
+
+impl Index {
+    /// An index for a cluster with this configuration; its namespaces are kept up by the index.
+    #[must_use]
+    pub fn new(base: ClusterConfig) -> Self {
+        let mut index = Self {
+            base,
+            namespaces: BTreeSet::new(),
+            config: Bytes::new(),
+            shared: BTreeMap::new(),
+            keyed: BTreeMap::new(),
+            pods: BTreeMap::new(),
+            pods_of_node: BTreeMap::new(),
+            referrers: BTreeMap::new(),
+        };
+        index.config = index.encode_config();
+        index
+    }
+
+    /// Takes the present state of an object.
+    pub fn upsert(&mut self, kind: Kind, object: &Value, revision: u64) -> Effects {
+        let name = object_name(kind, object);
+        let translated = match kind {
+            Kind::Namespace => return self.namespace(&name.name, true),
+            Kind::Pod => return self.upsert_pod(name, object, revision),
+            Kind::ConfigMap => {
+                return self.set_keyed(
+                    (ObjectKind::ConfigMap, name),
+                    Some(object::Kind::ConfigMap(translate::keyed_data(
+                        object, false,
+                    ))),
+                );
+            }
+            Kind::Secret => {
+                return self.set_keyed(
+                    (ObjectKind::Secret, name),
+                    Some(object::Kind::Secret(translate::keyed_data(object, true))),
+                );
+            }
+            Kind::Node => Some(object::Kind::Node(translate::node(object))),
+            Kind::Service => Some(object::Kind::Service(translate::service(object))),
+            Kind::EndpointSlice => {
+                translate::endpoint_slice(object).map(object::Kind::EndpointSlice)
+            }
+        };
+        self.set_shared((shared_kind(kind), name), translated)
+    }
+
+    /// Takes the deletion of an object; only its name is read.
+    pub fn remove(&mut self, kind: Kind, object: &Value) -> Effects {
+        self.remove_name(kind, object_name(kind, object))
+    }
+
+    /// Takes a complete list of one kind: what it lacks is gone. For the first sync, and after a lost watch.
+    pub fn replace<'a>(
+        &mut self,
+        kind: Kind,
+        objects: impl Iterator<Item = &'a Value>,
+        revision: u64,
+    ) -> Effects {
+        let mut gone = self.names(kind);
+        let mut effects = Effects::default();
+        for object in objects {
+            gone.remove(&object_name(kind, object));
+            effects.extend(self.upsert(kind, object, revision));
+        }
+        for name in gone {
+            effects.extend(self.remove_name(kind, name));
+        }
+        effects
+    }
+
+    /// Everything that `node` needs, encoded.
+    #[must_use]
+    pub fn snapshot(&self, node: &str, runs_pods: bool) -> Vec<Bytes> {
+        let mut objects = Vec::with_capacity(self.shared.len() + 1);
+        objects.push(self.config.clone());
+        objects.extend(self.shared.values().cloned());
+        if runs_pods {
+            objects.extend(self.keyed.iter().filter_map(|(key, bytes)| {
+                self.referrers
+                    .get(key)?
+                    .contains_key(node)
+                    .then(|| bytes.clone())
+            }));
+            let pods = self.pods_of_node.get(node).into_iter().flatten();
+            objects.extend(pods.filter_map(|name| Some(self.pods.get(name)?.sent.clone())));
+        }
+        objects
+    }
+
+    fn names(&self, kind: Kind) -> BTreeSet<Name> {
+        let of = |map: &BTreeMap<SharedKey, Bytes>, wanted: ObjectKind| {
+            map.keys()
+                .filter(|(k, _)| *k == wanted)
+                .map(|(_, name)| name.clone())
+                .collect()
+        };
+        match kind {
+            Kind::Namespace => self.namespaces.iter().map(|n| Name::new("", n)).collect(),
+            Kind::Pod => self.pods.keys().cloned().collect(),
+            Kind::ConfigMap => of(&self.keyed, ObjectKind::ConfigMap),
+            Kind::Secret => of(&self.keyed, ObjectKind::Secret),
+            other => of(&self.shared, shared_kind(other)),
+        }
+    }
+
+    fn remove_name(&mut self, kind: Kind, name: Name) -> Effects {
+        match kind {
+            Kind::Namespace => self.namespace(&name.name, false),
+            Kind::Pod => self.remove_pod(&name),
+            Kind::ConfigMap => self.set_keyed((ObjectKind::ConfigMap, name), None),
+            Kind::Secret => self.set_keyed((ObjectKind::Secret, name), None),
+            other => self.set_shared((shared_kind(other), name), None),
+        }
+    }
+
+    fn namespace(&mut self, name: &str, present: bool) -> Effects {
+        let changed = if present {
+            self.namespaces.insert(name.to_owned())
+        } else {
+            self.namespaces.remove(name)
+        };
+        if !changed {
+            return Effects::default();
+        }
+        self.config = self.encode_config();
+        Effects {
+            shared: vec![Op::Upsert(self.config.clone())],
+            per_node: BTreeMap::new(),
+        }
+    }
+
+    fn encode_config(&self) -> Bytes {
+        let mut config = self.base.clone();
+        config.namespaces = self.namespaces.iter().cloned().collect();
+        encode(object::Kind::Config(config))
+    }
+
+    fn set_shared(&mut self, key: SharedKey, to: Option<object::Kind>) -> Effects {
+        let op = set(&mut self.shared, key, to);
+        Effects {
+            shared: op.into_iter().collect(),
+            per_node: BTreeMap::new(),
+        }
+    }
+
+    fn set_keyed(&mut self, key: SharedKey, to: Option<object::Kind>) -> Effects {
+        let Some(op) = set(&mut self.keyed, key.clone(), to) else {
+            return Effects::default();
+        };
+        let nodes = self
+            .referrers
+            .get(&key)
+            .into_iter()
+            .flat_map(BTreeMap::keys);
+        let per_node = nodes.map(|node| (node.clone(), vec![op.clone()])).collect();
+        Effects {
+            shared: Vec::new(),
+            per_node,
+        }
+    }
+
+    fn upsert_pod(&mut self, name: Name, object: &Value, revision: u64) -> Effects {
+        let node = translate::text(&object["spec"]["nodeName"]);
+        if node.is_empty() {
+            return self.remove_pod(&name);
+        }
+        let mut spec = pod::pod_spec(object);
+        let plain = encode(object::Kind::Pod(spec.clone()));
+        if self
+            .pods
+            .get(&name)
+            .is_some_and(|old| old.plain == plain && old.node == node)
+        {
+            return Effects::default();
+        }
+        let references = volume::references(&spec);
+        spec.revision = revision;
+        let sent = encode(object::Kind::Pod(spec));
+
+        let mut effects = Effects::default();
+        if self.pods.get(&name).is_some_and(|old| old.node != node) {
+            effects.extend(self.remove_pod(&name));
+        }
+        let mut ops = Vec::new();
+        for (kind, referred) in &references {
+            let key = (*kind, Name::new(name.namespace.clone(), referred));
+            if self.refer(&key, &node) {
+                ops.extend(self.keyed.get(&key).cloned().map(Op::Upsert));
+            }
+        }
+        ops.push(Op::Upsert(sent.clone()));
+        self.pods_of_node
+            .entry(node.clone())
+            .or_default()
+            .insert(name.clone());
+        let old = self.pods.insert(
+            name.clone(),
+            Pod {
+                node: node.clone(),
+                plain,
+                sent,
+                references,
+            },
+        );
+        if let Some(old) = old {
+            ops.extend(self.unrefer_all(&name.namespace, &old.references, &node));
+        }
+        effects.per_node.entry(node).or_default().extend(ops);
+        effects
+    }
+
+    fn remove_pod(&mut self, name: &Name) -> Effects {
+        let Some(old) = self.pods.remove(name) else {
+            return Effects::default();
+        };
+        if let Some(names) = self.pods_of_node.get_mut(&old.node) {
+            names.remove(name);
+            if names.is_empty() {
+                self.pods_of_node.remove(&old.node);
+            }
+        }
+        let mut ops = vec![Op::Remove(key_of(ObjectKind::Pod, name))];
+        ops.extend(self.unrefer_all(&name.namespace, &old.references, &old.node));
+        Effects {
+            shared: Vec::new(),
+            per_node: [(old.node, ops)].into(),
+        }
+    }
+
+    /// Counts a reference; true when it is this node's first.
+    fn refer(&mut self, key: &SharedKey, node: &str) -> bool {
+        let count = self
+            .referrers
+            .entry(key.clone())
+            .or_default()
+            .entry(node.to_owned())
+            .or_default();
+        *count += 1;
+        *count == 1
+    }
+
+    /// Takes references back; removals for what this node no longer needs and was sent.
+    fn unrefer_all(
+        &mut self,
+        namespace: &str,
+        references: &BTreeSet<(ObjectKind, String)>,
+        node: &str,
+    ) -> Vec<Op> {
+        let mut ops = Vec::new();
+        for (kind, name) in references {
+            let key = (*kind, Name::new(namespace, name));
+            let Some(nodes) = self.referrers.get_mut(&key) else {
+                continue;
+            };
+            let Some(count) = nodes.get_mut(node) else {
+                continue;
+            };
+            *count -= 1;
+            if *count > 0 {
+                continue;
+            }
+            nodes.remove(node);
+            if nodes.is_empty() {
+                self.referrers.remove(&key);
+            }
+            if self.keyed.contains_key(&key) {
+                ops.push(Op::Remove(key_of(key.0, &key.1)));
+            }
+        }
+        ops
+    }
+}
+
+/// Sets or removes an entry; the operation that tells others, when it changed anything.
+fn set(
+    map: &mut BTreeMap<SharedKey, Bytes>,
+    key: SharedKey,
+    to: Option<object::Kind>,
+) -> Option<Op> {
+    let Some(to) = to else {
+        map.remove(&key)?;
+        return Some(Op::Remove(key_of(key.0, &key.1)));
+    };
+    let bytes = encode(to);
+    if map.get(&key) == Some(&bytes) {
+        return None;
+    }
+    map.insert(key, bytes.clone());
+    Some(Op::Upsert(bytes))
+}
+
+fn encode(kind: object::Kind) -> Bytes {
+    Object { kind: Some(kind) }.encode_to_vec().into()
+}
+
+fn key_of(kind: ObjectKind, name: &Name) -> ObjectKey {
+    ObjectKey {
+        kind: kind.into(),
+        namespace: name.namespace.clone(),
+        name: name.name.clone(),
+    }
+}
+
+fn object_name(kind: Kind, object: &Value) -> Name {
+    match kind {
+        Kind::Namespace | Kind::Node => Name::new("", translate::name(object)),
+        _ => Name::new(translate::namespace(object), translate::name(object)),
+    }
+}
+
+/// The feed's kind for what every node gets.
+fn shared_kind(kind: Kind) -> ObjectKind {
+    match kind {
+        Kind::Namespace => ObjectKind::Config,
+        Kind::Node => ObjectKind::Node,
+        Kind::Service => ObjectKind::Service,
+        Kind::EndpointSlice => ObjectKind::EndpointSlice,
+        Kind::Pod => ObjectKind::Pod,
+        Kind::ConfigMap => ObjectKind::ConfigMap,
+        Kind::Secret => ObjectKind::Secret,
+    }
+}
