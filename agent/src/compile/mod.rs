@@ -1,1 +1,3 @@
 //! Desired state to wanted map entries, routes and DNS zone. Pure.
+
+pub mod routes;

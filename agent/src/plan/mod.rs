@@ -1,1 +1,3 @@
 //! Wanted against present: ordered operations. Pure.
+
+pub mod routes;

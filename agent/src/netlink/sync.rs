@@ -1,0 +1,64 @@
+//! Brings the kernel's routes in line with the wanted ones.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::net::IpAddr;
+
+use super::{Netlink, NetlinkError, absent_is_done};
+use crate::compile::routes::{Reach, Routes};
+use crate::plan::routes::{RouteChange, changes};
+
+/// What one pass did.
+#[derive(Debug, Default)]
+pub struct RouteSync {
+    pub changed: usize,
+    /// Changes that the kernel refused; the others were made nevertheless.
+    pub errors: Vec<NetlinkError>,
+}
+
+/// How each address is reached right now.
+///
+/// # Errors
+/// [`NetlinkError`] when the kernel refuses a lookup.
+pub fn reach_of(
+    netlink: &mut Netlink,
+    addresses: &BTreeSet<IpAddr>,
+) -> Result<BTreeMap<IpAddr, Reach>, NetlinkError> {
+    addresses
+        .iter()
+        .map(|a| Ok((*a, netlink.reach(*a)?)))
+        .collect()
+}
+
+/// Compares all routes of ours with the wanted ones and makes the changes. Safe to repeat; routes of others are neither
+/// changed nor removed.
+///
+/// # Errors
+/// [`NetlinkError`] when the present routes cannot be listed. Refused changes are in the result.
+pub fn sync(netlink: &mut Netlink, wanted: &Routes) -> Result<RouteSync, NetlinkError> {
+    let present = netlink.own_routes()?;
+    let mut done = RouteSync::default();
+    for change in changes(wanted, &present) {
+        let result = match change {
+            RouteChange::Delete(route) => absent_is_done(netlink.delete_route(&route)),
+            RouteChange::Add(destination, path) => netlink.add_route(destination, path),
+            RouteChange::Replace(destination, path) => netlink.replace_route(destination, path),
+        };
+        match result {
+            Ok(()) => done.changed += 1,
+            Err(e) => done.errors.push(e),
+        }
+    }
+    Ok(done)
+}
+
+/// Removes every route of ours and returns how many there were.
+///
+/// # Errors
+/// [`NetlinkError`] names the first route that could not be removed.
+pub fn remove_all(netlink: &mut Netlink) -> Result<usize, NetlinkError> {
+    let present = netlink.own_routes()?;
+    for route in &present {
+        absent_is_done(netlink.delete_route(route))?;
+    }
+    Ok(present.len())
+}
