@@ -2,9 +2,12 @@
 
 pub mod codec;
 pub mod defaults;
+pub mod logs;
+pub mod object;
 pub mod openapi;
 pub mod patch;
 pub mod registry;
 pub mod schema;
+pub mod selector;
 pub mod tables;
 pub mod validation;

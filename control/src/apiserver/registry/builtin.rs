@@ -282,7 +282,7 @@ fn apps() -> Vec<ResourceDef> {
             .short(&["ev"])
             .upsert()
             .fields(EVENT_V1_FIELDS)
-            .stored_as("events", "v1"),
+            .stored_as("core/events", "v1"),
     ]
 }
 

@@ -140,7 +140,7 @@ pub struct ResourceDef {
     pub namespaced: bool,
     pub verbs: &'static [Verb],
     pub subresources: Vec<SubresourceDef>,
-    /// Group and plural under which objects are stored; versions and groups that share it share objects.
+    /// Store topic, `GROUP/PLURAL` (`core` for the core group); versions and groups that share it share objects.
     pub storage: Text,
     /// `apiVersion` of stored objects.
     pub storage_version: Text,
