@@ -1,2 +1,204 @@
 //! The developer and user door: every task is a `cargo xtask` command.
-fn main() {}
+#![allow(
+    clippy::print_stdout,
+    reason = "a command-line tool speaks on standard output"
+)]
+
+mod artifacts;
+mod cluster;
+mod image;
+mod install;
+mod repo;
+mod run;
+
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+use anyhow::Result;
+use clap::{Args, Parser, Subcommand, ValueEnum};
+
+use artifacts::Profile;
+use cluster::Cluster;
+use install::Purpose;
+use repo::Repo;
+
+/// Builds, runs, tests and removes Weir on this machine.
+#[derive(Debug, Parser)]
+#[command(
+    name = "cargo xtask",
+    bin_name = "cargo xtask",
+    disable_version_flag = true
+)]
+struct Cli {
+    #[command(subcommand)]
+    task: Task,
+}
+
+#[derive(Debug, Subcommand)]
+enum Task {
+    /// Start a local cluster: control plane, nodes, client. Safe to repeat; a new --nodes adds or removes nodes.
+    Up {
+        #[command(flatten)]
+        which: Which,
+        /// Number of nodes.
+        #[arg(long, default_value_t = 3)]
+        nodes: u32,
+        /// Build with the dev profile.
+        #[arg(long, hide = true)]
+        dev: bool,
+        /// Use the programs of the last build.
+        #[arg(long, hide = true)]
+        no_build: bool,
+    },
+    /// Stop the cluster, remove everything of it and prove that nothing is left.
+    Down {
+        #[command(flatten)]
+        which: Which,
+    },
+    /// Show programs, memory, restarts, logs and nodes of the cluster; fails when something is wrong.
+    Status {
+        #[command(flatten)]
+        which: Which,
+    },
+    /// Run the pinned kubectl against the cluster.
+    Kubectl {
+        #[command(flatten)]
+        which: Which,
+        /// Arguments of kubectl.
+        #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
+        args: Vec<String>,
+    },
+    /// Compile: the eBPF object, or the product's programs (with the object inside).
+    Build {
+        #[arg(value_enum, default_value_t = What::All)]
+        what: What,
+        /// Optimised programs (the eBPF object always is).
+        #[arg(long)]
+        release: bool,
+    },
+    /// Make the images for local clusters from Debian packages: nginx, busybox and the sandbox image.
+    Image {
+        /// Make them anew although nothing changed.
+        #[arg(long)]
+        refresh: bool,
+    },
+    /// Install what is missing for all tasks, and say what: Debian packages, eBPF toolchain, kubectl.
+    Install,
+    /// Runs the programs of a cluster.
+    #[command(hide = true)]
+    Supervise { dir: PathBuf },
+}
+
+/// Which cluster a task is about.
+#[derive(Clone, Debug, Args)]
+struct Which {
+    /// Name of the cluster; it prefixes namespaces and cgroups.
+    #[arg(long, default_value = "weir")]
+    name: String,
+    /// Folder of its files; default: target/cluster.
+    #[arg(long)]
+    dir: Option<PathBuf>,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum What {
+    /// The eBPF object.
+    Ebpf,
+    /// Object and programs.
+    All,
+}
+
+impl Which {
+    fn cluster(&self, repo: &Repo) -> Result<Cluster> {
+        Cluster::new(repo, &self.name, self.dir.as_deref())
+    }
+}
+
+fn main() -> ExitCode {
+    match run(Cli::parse().task) {
+        Ok(code) => code,
+        Err(e) => {
+            // Not `{e:?}`: a user wants the causes, not this program's backtrace.
+            eprintln!("error: {e}");
+            for cause in e.chain().skip(1) {
+                eprintln!("  because: {cause}");
+            }
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn run(task: Task) -> Result<ExitCode> {
+    if let Task::Supervise { dir } = task {
+        cluster::supervise::run(&dir)?;
+        return Ok(ExitCode::SUCCESS);
+    }
+    let repo = Repo::find()?;
+    let ok = match task {
+        Task::Up {
+            which,
+            nodes,
+            dev,
+            no_build,
+        } => {
+            let profile = Profile::from_release(!dev);
+            let wanted = cluster::up::Wanted {
+                nodes,
+                profile,
+                no_build,
+            };
+            cluster::up::up(&repo, &which.cluster(&repo)?, &wanted).map(|()| true)?
+        }
+        Task::Down { which } => {
+            cluster::require_root("down")?;
+            cluster::down::down(&which.cluster(&repo)?).map(|()| true)?
+        }
+        Task::Status { which } => cluster::status::status(&repo, &which.cluster(&repo)?)?,
+        Task::Kubectl { which, args } => {
+            let status = cluster::up::kubectl(&repo, &which.cluster(&repo)?)?
+                .args(args)
+                .status()?;
+            return Ok(exit_code(status));
+        }
+        Task::Build { what, release } => {
+            install::ensure(&repo, &[Purpose::Ebpf])?;
+            let built = artifacts::ebpf(&repo)?;
+            let note = if built { "compiled" } else { "unchanged" };
+            println!(" ✓ {} {note}", repo.bpf_object().display());
+            if what == What::All {
+                let dir = artifacts::product(&repo, Profile::from_release(release))?;
+                println!(
+                    " ✓ weir-control, weir-agent, weirctl, weir-cni in {}",
+                    dir.display()
+                );
+            }
+            true
+        }
+        Task::Image { refresh } => {
+            let (path, made) = image::archive(&repo, refresh)?;
+            let note = if made { "made" } else { "unchanged" };
+            println!(" ✓ {} {note}: {}", path.display(), image::IMAGES.join(", "));
+            true
+        }
+        Task::Install => {
+            if !install::ensure(&repo, &[Purpose::Ebpf, Purpose::Cluster, Purpose::Vm])? {
+                println!(" ✓ nothing is missing");
+            }
+            true
+        }
+        Task::Supervise { .. } => true,
+    };
+    Ok(if ok {
+        ExitCode::SUCCESS
+    } else {
+        ExitCode::FAILURE
+    })
+}
+
+/// The exit code of a child; a death by signal counts as failure.
+fn exit_code(status: std::process::ExitStatus) -> ExitCode {
+    status
+        .code()
+        .and_then(|c| u8::try_from(c).ok())
+        .map_or(ExitCode::FAILURE, ExitCode::from)
+}

@@ -1,0 +1,73 @@
+//! The tools image: Debian's static busybox with a link per applet.
+
+use anyhow::Result;
+
+use super::deb::Packages;
+use super::oci::{Config, Image, Layer};
+use crate::run::{cmd, output};
+
+pub(super) const BUSYBOX: &str = "bin/busybox";
+
+pub(super) fn image(packages: &Packages) -> Result<Image> {
+    let busybox = busybox(packages)?;
+    let mut layer = Layer::new();
+    layer.file(BUSYBOX, &busybox, 0o755)?;
+    for applet in applets(&busybox)? {
+        layer.symlink(&format!("bin/{applet}"), "busybox")?;
+    }
+    base_files(&mut layer)?;
+    Ok(Image {
+        name: "docker.io/library/busybox:latest".into(),
+        layer,
+        config: Config {
+            cmd: vec!["sh".into()],
+            ..Config::default()
+        },
+    })
+}
+
+/// The busybox program itself.
+pub(super) fn busybox(packages: &Packages) -> Result<Vec<u8>> {
+    let mut files = packages.files(&["busybox-static"], |p| {
+        p == BUSYBOX || p == "usr/bin/busybox"
+    })?;
+    files
+        .take(BUSYBOX)
+        .or_else(|_| files.take("usr/bin/busybox"))
+}
+
+/// Asks the program itself which applets it carries.
+fn applets(busybox: &[u8]) -> Result<Vec<String>> {
+    let dir = tempfile::tempdir()?;
+    let program = dir.path().join("busybox");
+    crate::repo::write_atomically(&program, busybox, 0o755)?;
+    let said = output(&mut cmd(&program.to_string_lossy(), ["--list"]))?;
+    Ok(said
+        .lines()
+        .filter(|a| !a.is_empty() && *a != "busybox")
+        .map(str::to_owned)
+        .collect())
+}
+
+/// What programs expect of any root file system.
+pub(super) fn base_files(layer: &mut Layer) -> Result<()> {
+    layer.file(
+        "etc/passwd",
+        b"root:x:0:0:root:/root:/bin/sh\nwww-data:x:33:33:www-data:/var/www:/bin/false\nnobody:x:65534:65534:nobody:/:/bin/false\n",
+        0o644,
+    )?;
+    layer.file(
+        "etc/group",
+        b"root:x:0:\nwww-data:x:33:\nnogroup:x:65534:\n",
+        0o644,
+    )?;
+    layer.file(
+        "etc/nsswitch.conf",
+        b"passwd: files\ngroup: files\nhosts: files dns\n",
+        0o644,
+    )?;
+    layer.folder("root", 0o700)?;
+    layer.folder("tmp", 0o1777)?;
+    layer.folder("var/tmp", 0o1777)?;
+    layer.folder("run", 0o755)
+}
