@@ -75,7 +75,7 @@ mod tests {
     use proptest::prelude::*;
 
     fn destination(n: u8) -> IpNetwork {
-        let text = if n % 2 == 0 {
+        let text = if n.is_multiple_of(2) {
             format!("10.0.{n}.0/24")
         } else {
             format!("fd00:{n:x}::/64")

@@ -1,0 +1,313 @@
+//! A pod's link: made, checked and removed.
+
+use std::fs::File;
+use std::net::IpAddr;
+use std::os::fd::AsFd;
+use std::sync::Arc;
+
+use ipnetwork::IpNetwork;
+
+use super::record::{Key, Record};
+use super::{CniError, Code};
+use crate::compile::routes::{Path, gateway_for};
+use crate::kernel::{PodLink, PodPrograms};
+use crate::netlink::link::{Link, VethEnd};
+use crate::netlink::{Netlink, NetlinkError, absent_is_done, base, netns, sysctl};
+
+impl From<NetlinkError> for CniError {
+    fn from(e: NetlinkError) -> Self {
+        Self::new(Code::Setup, e.to_string())
+    }
+}
+
+/// Makes and removes pod links.
+pub(super) struct Wiring {
+    pub(super) programs: Arc<dyn PodPrograms>,
+    /// Bytes.
+    pub(super) mtu: u32,
+    pub(super) node_ips: Vec<IpAddr>,
+}
+
+impl std::fmt::Debug for Wiring {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Wiring")
+            .field("mtu", &self.mtu)
+            .finish_non_exhaustive()
+    }
+}
+
+impl Wiring {
+    /// Everything between a durable record and a pod that can talk. On failure nothing is left.
+    pub(super) fn set_up(&self, record: &Record, netns: &File) -> Result<(), CniError> {
+        let host_name = record.key.host_name();
+        let mut netlink = Netlink::open()?;
+        if netlink.link(&host_name)?.is_some() {
+            // No record, so nobody uses it: left by a crash between link and answer.
+            absent_is_done(netlink.delete_link(&host_name))?;
+        }
+        self.create(&mut netlink, record, netns)?;
+        let result = self.connect(&mut netlink, record, netns);
+        if result.is_err()
+            && let Err(e) = self.tear_down(&record.key, &record.addresses)
+        {
+            tracing::warn!(link = %host_name, error = %e, "undo of a failed CNI ADD is incomplete");
+        }
+        result
+    }
+
+    fn create(&self, netlink: &mut Netlink, record: &Record, netns: &File) -> Result<(), CniError> {
+        let (host_mac, pod_mac) = record.key.macs();
+        let host_name = record.key.host_name();
+        let near = VethEnd {
+            name: &host_name,
+            mac: host_mac,
+            netns: None,
+        };
+        let far = VethEnd {
+            name: &record.key.if_name,
+            mac: pod_mac,
+            netns: Some(netns.as_fd()),
+        };
+        netlink.create_veth(&near, &far, self.mtu).map_err(|e| {
+            if e.exists() {
+                let name = &record.key.if_name;
+                let message = format!("the container's namespace already has an interface {name}");
+                return CniError::new(Code::Exists, message).with_details(e);
+            }
+            e.into()
+        })
+    }
+
+    /// Programs first, then the links come up, the pod's last.
+    fn connect(
+        &self,
+        netlink: &mut Netlink,
+        record: &Record,
+        netns: &File,
+    ) -> Result<(), CniError> {
+        let host_name = record.key.host_name();
+        base::quiet(&host_name)?;
+        sysctl::set(&format!("net/ipv4/conf/{host_name}/forwarding"), "1")?;
+        let host = find(netlink, &host_name)?;
+        self.attach(record, &host)?;
+        netlink.set_link_up(host.index, true)?;
+        netns::inside(netns, || set_up_pod_side(record))?;
+        self.route_to_pod(netlink, record, &host)
+    }
+
+    /// Gives a pod's link its programs; safe to repeat.
+    pub(super) fn attach(&self, record: &Record, host: &Link) -> Result<(), CniError> {
+        self.programs
+            .attach_pod(&pod_link(record, host))
+            .map_err(|e| {
+                let source = std::error::Error::source(&e).map(ToString::to_string);
+                CniError::new(Code::Setup, e.to_string()).with_details(source.unwrap_or_default())
+            })
+    }
+
+    /// Lets the node's own stack find the pod; safe to repeat.
+    pub(super) fn route_to_pod(
+        &self,
+        netlink: &mut Netlink,
+        record: &Record,
+        host: &Link,
+    ) -> Result<(), CniError> {
+        let (_, pod_mac) = record.key.macs();
+        for address in &record.addresses {
+            let source = self
+                .node_ips
+                .iter()
+                .copied()
+                .find(|ip| ip.is_ipv4() == address.is_ipv4());
+            netlink.set_neighbour(host.index, *address, pod_mac)?;
+            // The source is a preference of the node's own connections; routes are compared again later, so an address
+            // that is not usable yet (still being checked for duplicates) must not fail the pod.
+            let path = Path::Link {
+                link: host.index,
+                source,
+            };
+            match netlink.add_route(IpNetwork::from(*address), path) {
+                Err(e) if e.exists() => {
+                    netlink.replace_route(IpNetwork::from(*address), path)?;
+                }
+                Err(e) if e.source.raw_os_error() == Some(libc::EINVAL) => {
+                    let path = Path::Link {
+                        link: host.index,
+                        source: None,
+                    };
+                    netlink.add_route(IpNetwork::from(*address), path)?;
+                }
+                other => other?,
+            }
+        }
+        Ok(())
+    }
+
+    /// Removes the link, then what the dataplane holds about it. Nothing of it need exist.
+    pub(super) fn tear_down(&self, key: &Key, addresses: &[IpAddr]) -> Result<(), CniError> {
+        let host_name = key.host_name();
+        let mut netlink = Netlink::open()?;
+        let index = netlink.link(&host_name)?.map_or(0, |l| l.index);
+        // The wire is cut first: no packet passes a link without programs.
+        if index != 0 {
+            absent_is_done(netlink.delete_link(&host_name))?;
+        }
+        self.programs.detach_pod(index, addresses).map_err(|e| {
+            let source = std::error::Error::source(&e).map(ToString::to_string);
+            CniError::new(Code::Setup, e.to_string()).with_details(source.unwrap_or_default())
+        })
+    }
+
+    /// CHECK: names the first thing that is not as ADD left it.
+    pub(super) fn verify(&self, record: &Record, netns: &File) -> Result<(), CniError> {
+        let broken = |message: String| Err(CniError::new(Code::Broken, message));
+        let host_name = record.key.host_name();
+        let mut netlink = Netlink::open()?;
+        let Some(host) = netlink.link(&host_name)? else {
+            return broken(format!("host link {host_name} is gone"));
+        };
+        if !host.up {
+            return broken(format!("host link {host_name} is down"));
+        }
+        let (_, pod_mac) = record.key.macs();
+        let neighbours = netlink.neighbours()?;
+        let routes = netlink.own_routes()?;
+        for address in &record.addresses {
+            let known = neighbours.iter().any(|n| {
+                n.link == host.index && n.address == *address && n.mac == pod_mac && n.permanent
+            });
+            if !known {
+                return broken(format!("the node lacks the permanent neighbour {address}"));
+            }
+            let destination = IpNetwork::from(*address);
+            let routed = routes.iter().any(|r| {
+                r.destination == destination
+                    && matches!(r.path, Some(Path::Link { link, .. }) if link == host.index)
+            });
+            if !routed {
+                return broken(format!(
+                    "the node lacks the route {address} dev {host_name}"
+                ));
+            }
+        }
+        if !self.programs.is_attached(&pod_link(record, &host)) {
+            return broken(format!("host link {host_name} lacks its eBPF programs"));
+        }
+        netns::inside(netns, || verify_pod_side(record))
+    }
+}
+
+fn pod_link(record: &Record, host: &Link) -> PodLink {
+    let (_, pod_mac) = record.key.macs();
+    PodLink {
+        ifindex: host.index,
+        host_name: host.name.clone(),
+        pod_mac,
+        host_mac: host.mac,
+        addresses: record.addresses.clone(),
+    }
+}
+
+fn find(netlink: &mut Netlink, name: &str) -> Result<Link, NetlinkError> {
+    netlink.link(name)?.ok_or_else(|| {
+        NetlinkError::new(
+            format!("find link {name}"),
+            std::io::Error::from_raw_os_error(libc::ENODEV),
+        )
+    })
+}
+
+fn default_route(address: IpAddr) -> Option<IpNetwork> {
+    let any: IpAddr = match address {
+        IpAddr::V4(_) => std::net::Ipv4Addr::UNSPECIFIED.into(),
+        IpAddr::V6(_) => std::net::Ipv6Addr::UNSPECIFIED.into(),
+    };
+    IpNetwork::new(any, 0).ok()
+}
+
+/// Runs inside the pod's namespace.
+fn set_up_pod_side(record: &Record) -> Result<(), CniError> {
+    let name = &record.key.if_name;
+    let (host_mac, _) = record.key.macs();
+    // Addresses come from us alone, and are usable the moment the pod starts.
+    for (key, value) in [
+        ("disable_ipv6", "0"),
+        ("accept_ra", "0"),
+        ("accept_dad", "0"),
+    ] {
+        sysctl::set_if_present(&format!("net/ipv6/conf/{name}/{key}"), value)?;
+    }
+    let mut netlink = Netlink::open()?;
+    let link = find(&mut netlink, name)?;
+    for address in &record.addresses {
+        netlink.add_host_address(link.index, *address)?;
+    }
+    netlink.set_link_up(link.index, true)?;
+    if let Some(lo) = netlink.link("lo")?
+        && !lo.up
+    {
+        netlink.set_link_up(lo.index, true)?;
+    }
+    for address in &record.addresses {
+        let gateway = gateway_for(*address);
+        netlink.set_neighbour(link.index, gateway, host_mac)?;
+        if let Some(default) = default_route(*address) {
+            let path = Path::Via {
+                gateway,
+                link: link.index,
+                source: None,
+            };
+            netlink.add_route(default, path)?;
+        }
+    }
+    Ok(())
+}
+
+/// Runs inside the pod's namespace.
+fn verify_pod_side(record: &Record) -> Result<(), CniError> {
+    let broken = |message: String| Err(CniError::new(Code::Broken, message));
+    let name = &record.key.if_name;
+    let (host_mac, pod_mac) = record.key.macs();
+    let mut netlink = Netlink::open()?;
+    let Some(link) = netlink.link(name)? else {
+        return broken(format!("the container's interface {name} is gone"));
+    };
+    if !link.up {
+        return broken(format!("the container's interface {name} is down"));
+    }
+    if link.mac != pod_mac {
+        return broken(format!(
+            "the container's interface {name} has another MAC address"
+        ));
+    }
+    let addresses = netlink.addresses()?;
+    let neighbours = netlink.neighbours()?;
+    let routes = netlink.all_routes()?;
+    for address in &record.addresses {
+        if !addresses.contains(&(link.index, *address)) {
+            return broken(format!(
+                "the container's interface {name} lacks the address {address}"
+            ));
+        }
+        let gateway = gateway_for(*address);
+        let known = neighbours.iter().any(|n| {
+            n.link == link.index && n.address == gateway && n.mac == host_mac && n.permanent
+        });
+        if !known {
+            return broken(format!(
+                "the container lacks the permanent neighbour {gateway}"
+            ));
+        }
+        let through = |path: Option<Path>| matches!(path, Some(Path::Via { gateway: g, link: l, .. }) if g == gateway && l == link.index);
+        let default = default_route(*address);
+        if !routes
+            .iter()
+            .any(|r| Some(r.destination) == default && through(r.path))
+        {
+            return broken(format!(
+                "the container lacks the default route via {gateway}"
+            ));
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,334 @@
+//! Which addresses are taken, and which one is next. Pure: the caller keeps records durable and tells the time.
+
+use std::collections::BTreeMap;
+use std::net::IpAddr;
+use std::time::Duration;
+
+use ipnetwork::IpNetwork;
+
+use super::record::{Key, Record};
+
+/// How long a freed address rests while others are free: peers may still hold state about its former owner.
+pub(super) const COOL_DOWN: Duration = Duration::from_secs(30);
+
+/// Addresses at the start of a range that pods never get: the network itself and one kept for the node.
+const RESERVED_FIRST: u128 = 2;
+
+/// No free address in a range.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error(
+    "no free address in pod range {cidr}: all {usable} are in use; delete pods or give the node a larger range"
+)]
+pub(super) struct Exhausted {
+    pub(super) cidr: IpNetwork,
+    pub(super) usable: u128,
+}
+
+/// The addresses of one node.
+#[derive(Debug, Default)]
+pub(super) struct Ipam {
+    taken: BTreeMap<IpAddr, Key>,
+    /// When an address was freed, by the caller's clock.
+    freed: BTreeMap<IpAddr, Duration>,
+    /// The address given out last, per family.
+    last: BTreeMap<bool, IpAddr>,
+    sequence: u64,
+}
+
+impl Ipam {
+    /// The state that a set of records stands for.
+    pub(super) fn from_records<'a>(records: impl IntoIterator<Item = &'a Record>) -> Self {
+        let mut ipam = Self::default();
+        let mut newest: BTreeMap<bool, u64> = BTreeMap::new();
+        for record in records {
+            ipam.sequence = ipam.sequence.max(record.sequence);
+            for address in &record.addresses {
+                ipam.taken.insert(*address, record.key.clone());
+                let family = newest.entry(address.is_ipv4()).or_default();
+                if record.sequence >= *family {
+                    *family = record.sequence;
+                    ipam.last.insert(address.is_ipv4(), *address);
+                }
+            }
+        }
+        ipam
+    }
+
+    /// Takes one address of every range for `key`: the next free one after the last given out.
+    pub(super) fn allocate(
+        &mut self,
+        cidrs: &[IpNetwork],
+        key: &Key,
+        now: Duration,
+    ) -> Result<(Vec<IpAddr>, u64), Exhausted> {
+        let chosen: Vec<IpAddr> = cidrs
+            .iter()
+            .map(|cidr| self.choose(*cidr, now))
+            .collect::<Result<_, _>>()?;
+        for address in &chosen {
+            self.taken.insert(*address, key.clone());
+            self.freed.remove(address);
+            self.last.insert(address.is_ipv4(), *address);
+        }
+        self.sequence += 1;
+        Ok((chosen, self.sequence))
+    }
+
+    /// Gives the addresses back, unless another attachment has them.
+    pub(super) fn release(&mut self, key: &Key, addresses: &[IpAddr], now: Duration) {
+        for address in addresses {
+            if self.taken.get(address) == Some(key) {
+                self.taken.remove(address);
+                self.freed.insert(*address, now);
+            }
+        }
+        self.freed
+            .retain(|_, at| now.saturating_sub(*at) < COOL_DOWN);
+    }
+
+    /// True when every range has a free address.
+    pub(super) fn has_room(&self, cidrs: &[IpNetwork], now: Duration) -> Result<(), Exhausted> {
+        cidrs
+            .iter()
+            .try_for_each(|cidr| self.choose(*cidr, now).map(|_| ()))
+    }
+
+    fn choose(&self, cidr: IpNetwork, now: Duration) -> Result<IpAddr, Exhausted> {
+        let range = Range::of(cidr);
+        let start = self
+            .last
+            .get(&cidr.is_ipv4())
+            .filter(|last| cidr.contains(**last))
+            .map_or(0, |last| {
+                number(*last).wrapping_sub(range.first).wrapping_add(1)
+            });
+        let mut resting: Option<(Duration, IpAddr)> = None;
+        // Every step but the last meets an address that is taken or resting, so the walk is short even in a /64.
+        for step in 0..range.usable {
+            let offset = (start % range.usable + step) % range.usable;
+            let address = range.address(offset);
+            if self.taken.contains_key(&address) {
+                continue;
+            }
+            match self.freed.get(&address) {
+                Some(at) if now.saturating_sub(*at) < COOL_DOWN => {
+                    if resting.is_none_or(|(earliest, _)| *at < earliest) {
+                        resting = Some((*at, address));
+                    }
+                }
+                _ => return Ok(address),
+            }
+        }
+        // A tired address beats none.
+        resting.map(|(_, address)| address).ok_or(Exhausted {
+            cidr,
+            usable: range.usable,
+        })
+    }
+}
+
+/// The usable part of a network.
+struct Range {
+    v4: bool,
+    first: u128,
+    usable: u128,
+}
+
+impl Range {
+    fn of(cidr: IpNetwork) -> Self {
+        let v4 = cidr.is_ipv4();
+        let bits = if v4 { 32_u32 } else { 128 } - u32::from(cidr.prefix());
+        let size = 1_u128.checked_shl(bits).unwrap_or(u128::MAX);
+        let network = number(cidr.network());
+        // Ranges too small to spare any address are used whole, like /31 and /32 in RFC 3021.
+        let broadcast = u128::from(v4);
+        let (first, usable) = if size <= RESERVED_FIRST + broadcast {
+            (network, size)
+        } else {
+            (network + RESERVED_FIRST, size - RESERVED_FIRST - broadcast)
+        };
+        Self { v4, first, usable }
+    }
+
+    fn address(&self, offset: u128) -> IpAddr {
+        let value = self.first + offset;
+        if self.v4 {
+            IpAddr::V4(u32::try_from(value).unwrap_or(u32::MAX).into())
+        } else {
+            IpAddr::V6(value.into())
+        }
+    }
+}
+
+fn number(address: IpAddr) -> u128 {
+    match address {
+        IpAddr::V4(v4) => u128::from(u32::from(v4)),
+        IpAddr::V6(v6) => v6.into(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::{BTreeSet, HashMap};
+
+    use proptest::prelude::*;
+
+    use super::*;
+
+    const LATER: Duration = Duration::from_secs(3600);
+
+    fn key(n: u32) -> Key {
+        Key {
+            container_id: format!("c{n}"),
+            if_name: "eth0".into(),
+        }
+    }
+
+    fn nets(texts: &[&str]) -> Vec<IpNetwork> {
+        texts.iter().map(|t| t.parse().unwrap()).collect()
+    }
+
+    #[test]
+    fn a_slash_29_holds_five_pods_and_says_so_when_full() {
+        let cidrs = nets(&["10.0.0.0/29", "fd00::/64"]);
+        let mut ipam = Ipam::default();
+        let given: BTreeSet<IpAddr> = (0..5)
+            .map(|n| ipam.allocate(&cidrs, &key(n), LATER).unwrap().0[0])
+            .collect();
+        assert_eq!(given.len(), 5);
+        assert_eq!(given.first().unwrap().to_string(), "10.0.0.2");
+        let error = ipam.allocate(&cidrs, &key(9), LATER).unwrap_err();
+        assert!(error.to_string().contains("10.0.0.0/29") && error.to_string().contains('5'));
+        assert_eq!(ipam.has_room(&cidrs, LATER), Err(error));
+        let v6 = nets(&["fd00::/64"]);
+        assert_eq!(
+            ipam.allocate(&v6, &key(9), LATER).unwrap().0[0].to_string(),
+            "fd00::7",
+            "a failed allocation takes nothing of the other range"
+        );
+    }
+
+    #[test]
+    fn freed_addresses_rest_unless_nothing_else_is_left() {
+        let cidrs = nets(&["10.0.0.0/29"]);
+        let mut ipam = Ipam::default();
+        let at = |s| Duration::from_secs(s);
+        let first = ipam.allocate(&cidrs, &key(0), at(100)).unwrap().0;
+        ipam.release(&key(0), &first, at(100));
+        for n in 1..5 {
+            assert_ne!(ipam.allocate(&cidrs, &key(n), at(101)).unwrap().0, first);
+        }
+        assert_eq!(ipam.allocate(&cidrs, &key(5), at(102)).unwrap().0, first);
+    }
+
+    #[test]
+    fn tiny_and_huge_ranges_work() {
+        for (cidr, first) in [
+            ("10.0.0.7/32", "10.0.0.7"),
+            ("10.0.0.6/31", "10.0.0.6"),
+            ("0.0.0.0/0", "0.0.0.2"),
+            ("::/0", "::2"),
+        ] {
+            let given = Ipam::default()
+                .allocate(&nets(&[cidr]), &key(0), LATER)
+                .unwrap()
+                .0;
+            assert_eq!(given[0].to_string(), first);
+        }
+    }
+
+    #[test]
+    fn a_late_release_does_not_free_a_new_owner() {
+        let cidrs = nets(&["10.0.0.7/32"]);
+        let mut ipam = Ipam::default();
+        let given = ipam.allocate(&cidrs, &key(0), LATER).unwrap().0;
+        ipam.release(&key(0), &given, LATER);
+        assert_eq!(ipam.allocate(&cidrs, &key(1), LATER).unwrap().0, given);
+        ipam.release(&key(0), &given, LATER);
+        assert!(ipam.allocate(&cidrs, &key(2), LATER).is_err());
+    }
+
+    #[derive(Clone, Debug)]
+    enum Step {
+        Add(u32),
+        Del(u32),
+        /// The process dies in the middle of an ADD: before or after the record became durable.
+        CrashInAdd {
+            n: u32,
+            durable: bool,
+        },
+        /// The process dies in the middle of a DEL: before or after the record was removed.
+        CrashInDel {
+            n: u32,
+            removed: bool,
+        },
+    }
+
+    fn step() -> impl Strategy<Value = Step> {
+        let n = 0_u32..12;
+        prop_oneof![
+            4 => n.clone().prop_map(Step::Add),
+            3 => n.clone().prop_map(Step::Del),
+            1 => (n.clone(), any::<bool>()).prop_map(|(n, durable)| Step::CrashInAdd { n, durable }),
+            1 => (n, any::<bool>()).prop_map(|(n, removed)| Step::CrashInDel { n, removed }),
+        ]
+    }
+
+    proptest! {
+        /// Whatever happens and wherever the process dies, no two attachments share an address and every address lies
+        /// in its range.
+        #[test]
+        fn no_address_is_given_twice(steps in proptest::collection::vec(step(), 1..80)) {
+            let cidrs = nets(&["10.0.0.0/28", "fd00:1::/64"]);
+            let mut disk: HashMap<Key, Record> = HashMap::new();
+            let mut ipam = Ipam::default();
+            let mut now = Duration::ZERO;
+            for step in steps {
+                now += Duration::from_secs(7);
+                match step {
+                    Step::Add(n) | Step::CrashInAdd { n, .. } => {
+                        let key = key(n);
+                        if disk.contains_key(&key) {
+                            continue;
+                        }
+                        let crash = match step {
+                            Step::CrashInAdd { durable, .. } => Some(durable),
+                            _ => None,
+                        };
+                        let (addresses, sequence) = ipam.allocate(&cidrs, &key, now).unwrap();
+                        if crash != Some(false) {
+                            let record = Record {
+                                key: key.clone(),
+                                network: "weir".into(),
+                                addresses,
+                                netns: String::new(),
+                                sequence,
+                                pod: super::super::record::PodName::default(),
+                            };
+                            disk.insert(key, record);
+                        }
+                        if crash.is_some() {
+                            ipam = Ipam::from_records(disk.values());
+                        }
+                    }
+                    Step::Del(n) => {
+                        if let Some(record) = disk.remove(&key(n)) {
+                            ipam.release(&record.key, &record.addresses, now);
+                        }
+                    }
+                    Step::CrashInDel { n, removed } => {
+                        if removed {
+                            disk.remove(&key(n));
+                        }
+                        ipam = Ipam::from_records(disk.values());
+                    }
+                }
+                let all: Vec<IpAddr> =
+                    disk.values().flat_map(|r| r.addresses.iter().copied()).collect();
+                let distinct: BTreeSet<&IpAddr> = all.iter().collect();
+                prop_assert_eq!(all.len(), distinct.len());
+                prop_assert!(all.iter().all(|a| cidrs.iter().any(|c| c.contains(*a))));
+            }
+        }
+    }
+}

@@ -1,0 +1,417 @@
+//! What each CNI command does on this node.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fs::File;
+use std::net::IpAddr;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use ipnetwork::IpNetwork;
+use serde_json::{Value, json};
+
+use super::attach::Wiring;
+use super::ipam::Ipam;
+use super::record::{Key, PodName, Record};
+use super::store::{Store, StoreError};
+use super::wire::{Command, Request};
+use super::{CniError, Code};
+use crate::compile::routes::{LocalPod, gateway_for};
+use crate::kernel::PodPrograms;
+use crate::netlink::link::Link;
+use crate::netlink::{Netlink, base, netns};
+
+/// How long a DEL waits for an ADD of the same attachment that is still at work.
+const WAIT_FOR_OTHER: Duration = Duration::from_secs(25);
+
+/// Answers with this node's pod ranges, once they are known.
+pub type PodCidrs = Arc<dyn Fn() -> Option<Vec<IpNetwork>> + Send + Sync>;
+
+/// What attachments need to know of the node.
+#[derive(Clone, Debug)]
+pub struct Settings {
+    /// Bytes.
+    pub mtu: u32,
+    pub node_ips: Vec<IpAddr>,
+}
+
+#[derive(Debug, Default)]
+pub(super) struct State {
+    pub(super) ipam: Ipam,
+    pub(super) records: BTreeMap<Key, Record>,
+    /// Attachments that a request is working on.
+    pub(super) busy: BTreeSet<Key>,
+}
+
+/// The attachments of this node.
+pub struct Attachments {
+    pub(super) state: Mutex<State>,
+    idle: Condvar,
+    pub(super) store: Store,
+    pub(super) wiring: Wiring,
+    pod_cidrs: PodCidrs,
+    started: Instant,
+}
+
+impl std::fmt::Debug for Attachments {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Attachments")
+            .field("state", &self.state)
+            .finish_non_exhaustive()
+    }
+}
+
+impl From<StoreError> for CniError {
+    fn from(e: StoreError) -> Self {
+        Self::new(Code::Io, e.to_string())
+    }
+}
+
+/// Marks an attachment as being worked on; dropped, it wakes whoever waits.
+struct Busy<'a> {
+    attachments: &'a Attachments,
+    key: Key,
+}
+
+impl Drop for Busy<'_> {
+    fn drop(&mut self) {
+        self.attachments.lock().busy.remove(&self.key);
+        self.attachments.idle.notify_all();
+    }
+}
+
+impl Attachments {
+    pub(super) fn new(
+        store: Store,
+        programs: Arc<dyn PodPrograms>,
+        settings: Settings,
+        pod_cidrs: PodCidrs,
+    ) -> Self {
+        Self {
+            state: Mutex::default(),
+            idle: Condvar::new(),
+            store,
+            wiring: Wiring {
+                programs,
+                mtu: settings.mtu,
+                node_ips: settings.node_ips,
+            },
+            pod_cidrs,
+            started: Instant::now(),
+        }
+    }
+
+    /// Every change of the state is complete before anything can panic, so a poisoned lock is still good.
+    pub(super) fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(super) fn now(&self) -> Duration {
+        self.started.elapsed()
+    }
+
+    /// All attachments.
+    #[must_use]
+    pub fn records(&self) -> Vec<Record> {
+        self.lock().records.values().cloned().collect()
+    }
+
+    /// Addresses of this node's pods whose host link is up, for their routes.
+    #[must_use]
+    pub fn local_pods(&self, links: &[Link]) -> Vec<LocalPod> {
+        let up: BTreeMap<&str, u32> = links
+            .iter()
+            .filter(|l| l.up)
+            .map(|l| (l.name.as_str(), l.index))
+            .collect();
+        let state = self.lock();
+        state
+            .records
+            .values()
+            .filter_map(|r| up.get(r.key.host_name().as_str()).map(|link| (r, *link)))
+            .flat_map(|(r, link)| {
+                r.addresses
+                    .iter()
+                    .map(move |a| LocalPod { address: *a, link })
+            })
+            .collect()
+    }
+
+    pub(super) fn handle(
+        &self,
+        request: &Request,
+        netns: Option<&File>,
+    ) -> Result<Value, CniError> {
+        match request.command {
+            Command::Add => self.add(request, netns),
+            Command::Del => self.delete(&request.key()?).map(|()| json!({})),
+            Command::Check => self.check(request, netns).map(|()| json!({})),
+            Command::Status => self.status().map(|()| json!({})),
+            Command::Gc => self.gc(request).map(|()| json!({})),
+        }
+    }
+
+    fn add(&self, request: &Request, netns: Option<&File>) -> Result<Value, CniError> {
+        let key = request.key()?;
+        let netns = need_netns(netns)?;
+        let cidrs = self.cidrs()?;
+        let _busy = self.claim(&key, Duration::ZERO)?;
+        if self.lock().records.contains_key(&key) {
+            self.forget_if_dead(&key)?;
+        }
+        self.store.cancel_delete(&key)?;
+        let record = self.reserve(&key, request, &cidrs)?;
+        if let Err(e) = self.wiring.set_up(&record, netns) {
+            self.forget(&record)?;
+            return Err(e);
+        }
+        tracing::info!(
+            container = %key.container_id, interface = %key.if_name, addresses = ?record.addresses,
+            pod = %format!("{}/{}", record.pod.namespace, record.pod.name), "pod connected"
+        );
+        Ok(result(&record, self.wiring.mtu))
+    }
+
+    /// Chooses addresses and makes the choice durable before anything uses them.
+    fn reserve(
+        &self,
+        key: &Key,
+        request: &Request,
+        cidrs: &[IpNetwork],
+    ) -> Result<Record, CniError> {
+        let allocate = || self.lock().ipam.allocate(cidrs, key, self.now());
+        let (addresses, sequence) = match allocate() {
+            Ok(found) => found,
+            Err(_) => {
+                // Namespaces that went without a DEL may still hold addresses.
+                self.reclaim()?;
+                allocate().map_err(|e| CniError::new(Code::TryAgain, e.to_string()))?
+            }
+        };
+        let record = Record {
+            key: key.clone(),
+            network: request.network.clone(),
+            addresses,
+            netns: request.netns.clone(),
+            sequence,
+            pod: PodName {
+                namespace: request.arg("K8S_POD_NAMESPACE"),
+                name: request.arg("K8S_POD_NAME"),
+                uid: request.arg("K8S_POD_UID"),
+            },
+        };
+        if let Err(e) = self.store.put(&record) {
+            self.lock().ipam.release(key, &record.addresses, self.now());
+            return Err(e.into());
+        }
+        self.lock().records.insert(key.clone(), record.clone());
+        Ok(record)
+    }
+
+    /// Removes everything of an attachment. Succeeds when there is nothing.
+    pub(super) fn delete(&self, key: &Key) -> Result<(), CniError> {
+        let _busy = self.claim(key, WAIT_FOR_OTHER)?;
+        let record = self.lock().records.get(key).cloned();
+        let addresses = record.as_ref().map_or(&[][..], |r| &r.addresses);
+        self.wiring.tear_down(key, addresses)?;
+        if let Some(record) = record {
+            self.forget(&record)?;
+            tracing::info!(
+                container = %key.container_id, interface = %key.if_name, addresses = ?record.addresses,
+                "pod disconnected"
+            );
+        }
+        Ok(())
+    }
+
+    fn check(&self, request: &Request, netns: Option<&File>) -> Result<(), CniError> {
+        let key = request.key()?;
+        let netns = need_netns(netns)?;
+        let _busy = self.claim(&key, WAIT_FOR_OTHER)?;
+        let record = self.lock().records.get(&key).cloned();
+        let Some(record) = record else {
+            return Err(CniError::new(
+                Code::Broken,
+                format!("{key} is not known on this node"),
+            ));
+        };
+        for text in &request.addresses {
+            let address = text.parse::<IpNetwork>().ok().map(|n| n.ip());
+            if !address.is_some_and(|a| record.addresses.contains(&a)) {
+                let message = format!("prevResult has {text}, which {key} was not given");
+                return Err(CniError::new(Code::Broken, message));
+            }
+        }
+        self.wiring.verify(&record, netns)
+    }
+
+    fn status(&self) -> Result<(), CniError> {
+        let unavailable =
+            |e: &dyn std::fmt::Display| CniError::new(Code::NotAvailable, e.to_string());
+        let cidrs = self.cidrs().map_err(|e| unavailable(&e))?;
+        let room = self.lock().ipam.has_room(&cidrs, self.now());
+        room.map_err(|e| unavailable(&e))
+    }
+
+    /// Removes every attachment of the network that the runtime does not name.
+    fn gc(&self, request: &Request) -> Result<(), CniError> {
+        let valid: BTreeSet<&Key> = request.valid_attachments.iter().collect();
+        let stale: Vec<Key> = {
+            let state = self.lock();
+            let ours = state
+                .records
+                .values()
+                .filter(|r| r.network == request.network);
+            let idle = ours.filter(|r| !state.busy.contains(&r.key));
+            idle.map(|r| r.key.clone())
+                .filter(|key| !valid.contains(key))
+                .collect()
+        };
+        let mut failed = None;
+        for key in stale {
+            if let Err(e) = self.delete(&key) {
+                failed = Some(e);
+            }
+        }
+        failed.map_or(Ok(()), Err)
+    }
+
+    fn cidrs(&self) -> Result<Vec<IpNetwork>, CniError> {
+        let mut cidrs = (self.pod_cidrs)().unwrap_or_default();
+        if !base::ipv6_is_on() {
+            cidrs.retain(IpNetwork::is_ipv4);
+        }
+        // One address per family.
+        let mut families = BTreeSet::new();
+        cidrs.retain(|c| families.insert(c.is_ipv4()));
+        if cidrs.is_empty() {
+            return Err(CniError::new(
+                Code::TryAgain,
+                "this node has no pod range yet: the control plane has not told one; try again",
+            ));
+        }
+        Ok(cidrs)
+    }
+
+    /// Waits until no other request works on the attachment.
+    fn claim(&self, key: &Key, patience: Duration) -> Result<Busy<'_>, CniError> {
+        let guard = self.lock();
+        let (mut guard, _) = self
+            .idle
+            .wait_timeout_while(guard, patience, |state| state.busy.contains(key))
+            .unwrap_or_else(PoisonError::into_inner);
+        if !guard.busy.insert(key.clone()) {
+            let message = format!("another request for {key} is still at work; try again");
+            return Err(CniError::new(Code::TryAgain, message));
+        }
+        Ok(Busy {
+            attachments: self,
+            key: key.clone(),
+        })
+    }
+
+    /// Gives addresses back, after everything that used them is gone.
+    fn forget(&self, record: &Record) -> Result<(), CniError> {
+        self.store.remove(&record.key)?;
+        let mut state = self.lock();
+        state.records.remove(&record.key);
+        state
+            .ipam
+            .release(&record.key, &record.addresses, self.now());
+        Ok(())
+    }
+
+    /// A second ADD is refused while the first one's link lives.
+    fn forget_if_dead(&self, key: &Key) -> Result<(), CniError> {
+        let alive = Netlink::open()?.link(&key.host_name())?.is_some();
+        if alive {
+            let message = format!("{key} is connected already; call DEL first");
+            return Err(CniError::new(Code::Exists, message));
+        }
+        self.release_dead(key)
+    }
+
+    fn release_dead(&self, key: &Key) -> Result<(), CniError> {
+        let record = self.lock().records.get(key).cloned();
+        if let Some(record) = record {
+            self.wiring.tear_down(key, &record.addresses)?;
+            self.forget(&record)?;
+            tracing::info!(container = %key.container_id, addresses = ?record.addresses,
+                "released the addresses of a container that went without a DEL");
+        }
+        Ok(())
+    }
+
+    /// Releases attachments whose link is gone: the kernel removes it with the container's namespace.
+    fn reclaim(&self) -> Result<(), CniError> {
+        let links = Netlink::open()?.links()?;
+        let names: BTreeSet<&str> = links.iter().map(|l| l.name.as_str()).collect();
+        let dead: Vec<Key> = {
+            let state = self.lock();
+            let idle = state.records.keys().filter(|k| !state.busy.contains(k));
+            idle.filter(|k| !names.contains(k.host_name().as_str()))
+                .cloned()
+                .collect()
+        };
+        for key in dead {
+            let Ok(_busy) = self.claim(&key, Duration::ZERO) else {
+                continue;
+            };
+            self.release_dead(&key)?;
+        }
+        Ok(())
+    }
+}
+
+fn need_netns(netns: Option<&File>) -> Result<&File, CniError> {
+    let netns = netns.ok_or_else(|| {
+        CniError::new(
+            Code::InvalidEnvironment,
+            "the request came without the namespace CNI_NETNS",
+        )
+    })?;
+    if netns::is_own(netns)? {
+        return Err(CniError::new(
+            Code::OwnNamespace,
+            "CNI_NETNS is the node's own network namespace",
+        ));
+    }
+    Ok(netns)
+}
+
+/// The result of ADD in the shape of the newest CNI version.
+fn result(record: &Record, mtu: u32) -> Value {
+    let (host_mac, pod_mac) = record.key.macs();
+    let text = |mac: [u8; 6]| {
+        mac.iter()
+            .map(|b| format!("{b:02x}"))
+            .collect::<Vec<_>>()
+            .join(":")
+    };
+    let ips: Vec<Value> = record
+        .addresses
+        .iter()
+        .map(|a| {
+            json!({
+                "address": IpNetwork::from(*a).to_string(),
+                "gateway": gateway_for(*a),
+                "interface": 1,
+            })
+        })
+        .collect();
+    let routes: Vec<Value> = record
+        .addresses
+        .iter()
+        .map(|a| {
+            let dst = if a.is_ipv4() { "0.0.0.0/0" } else { "::/0" };
+            json!({ "dst": dst, "gw": gateway_for(*a) })
+        })
+        .collect();
+    json!({
+        "interfaces": [
+            { "name": record.key.host_name(), "mac": text(host_mac), "mtu": mtu },
+            { "name": record.key.if_name, "mac": text(pod_mac), "mtu": mtu, "sandbox": record.netns },
+        ],
+        "ips": ips,
+        "routes": routes,
+    })
+}

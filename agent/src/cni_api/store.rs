@@ -1,0 +1,236 @@
+//! Durable records and the queue of DELs that came while no agent ran: one file each.
+//!
+//! A file appears by rename after its bytes are on disk, so a crash leaves the old state or the new one, never half.
+
+use std::fs::{self, File, OpenOptions};
+use std::io::{self, Write};
+use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+
+use super::record::{Key, Record};
+
+/// Records, below the state directory.
+const RECORDS: &str = "ipam";
+/// Queued DELs, below the state directory; `weir-cni` writes there.
+const DELETES: &str = "cni-deletes";
+/// Bytes of one file at most: more is not ours.
+const MAX_FILE_BYTES: u64 = 64 * 1024;
+
+/// A state file that could not be used.
+#[derive(Debug, thiserror::Error)]
+#[error("{action} {path}: {source}")]
+pub struct StoreError {
+    pub action: &'static str,
+    pub path: PathBuf,
+    pub source: io::Error,
+}
+
+/// Records of attachments on disk.
+#[derive(Clone, Debug)]
+pub struct Store {
+    records: PathBuf,
+    deletes: PathBuf,
+}
+
+/// What was found at start.
+#[derive(Debug, Default)]
+pub(super) struct Loaded {
+    pub(super) records: Vec<Record>,
+    /// Files that are no records; they stay where they are.
+    pub(super) unreadable: Vec<PathBuf>,
+}
+
+impl Store {
+    /// Opens the store below a state directory, creating what is missing (mode 0700).
+    ///
+    /// # Errors
+    /// [`StoreError`] names the directory.
+    pub fn open(state_dir: &Path) -> Result<Self, StoreError> {
+        let store = Self {
+            records: state_dir.join(RECORDS),
+            deletes: state_dir.join(DELETES),
+        };
+        for path in [&store.records, &store.deletes] {
+            fs::DirBuilder::new()
+                .recursive(true)
+                .mode(0o700)
+                .create(path)
+                .map_err(|source| StoreError {
+                    action: "create",
+                    path: path.clone(),
+                    source,
+                })?;
+        }
+        Ok(store)
+    }
+
+    pub(super) fn load(&self) -> Result<Loaded, StoreError> {
+        let mut loaded = Loaded::default();
+        self.clear_half_written()?;
+        for path in files(&self.records)? {
+            match read::<Record>(&path) {
+                Some(record) => loaded.records.push(record),
+                None => loaded.unreadable.push(path),
+            }
+        }
+        Ok(loaded)
+    }
+
+    /// Removes what a crash left half-written. Only this process writes records, and not yet.
+    fn clear_half_written(&self) -> Result<(), StoreError> {
+        let path = &self.records;
+        let failed = |source| StoreError {
+            action: "list",
+            path: path.clone(),
+            source,
+        };
+        for entry in fs::read_dir(path).map_err(failed)? {
+            let entry = entry.map_err(failed)?;
+            if is_hidden(&entry) {
+                remove_file(&entry.path())?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Makes a record durable. When this returns, a crash cannot lose it.
+    pub(super) fn put(&self, record: &Record) -> Result<(), StoreError> {
+        let path = self.records.join(record.key.file_name());
+        let temporary = self.records.join(format!(".{}", record.key.file_name()));
+        let write = || -> io::Result<()> {
+            let mut file = OpenOptions::new()
+                .write(true)
+                .create(true)
+                .truncate(true)
+                .mode(0o600)
+                .open(&temporary)?;
+            file.write_all(&serde_json::to_vec(record)?)?;
+            file.sync_all()?;
+            fs::rename(&temporary, &path)?;
+            File::open(&self.records)?.sync_all()
+        };
+        write().map_err(|source| StoreError {
+            action: "write",
+            path,
+            source,
+        })
+    }
+
+    /// Removes a record; that it is gone already is fine.
+    pub(super) fn remove(&self, key: &Key) -> Result<(), StoreError> {
+        let path = self.records.join(key.file_name());
+        // No fsync: a record that comes back after a crash holds an address until it is reconciled, no worse.
+        remove_file(&path)
+    }
+
+    /// DELs that came while no agent ran, with their files.
+    pub(super) fn queued_deletes(&self) -> Result<Vec<(PathBuf, Option<Key>)>, StoreError> {
+        Ok(files(&self.deletes)?
+            .into_iter()
+            .map(|path| (path.clone(), read(&path)))
+            .collect())
+    }
+
+    /// Forgets a queued DEL.
+    pub(super) fn done(&self, path: &Path) -> Result<(), StoreError> {
+        remove_file(path)
+    }
+
+    /// Forgets a queued DEL of this attachment, which is being made anew.
+    pub(super) fn cancel_delete(&self, key: &Key) -> Result<(), StoreError> {
+        remove_file(&self.deletes.join(key.file_name()))
+    }
+}
+
+fn is_hidden(entry: &fs::DirEntry) -> bool {
+    entry.file_name().to_string_lossy().starts_with('.')
+}
+
+fn remove_file(path: &Path) -> Result<(), StoreError> {
+    match fs::remove_file(path) {
+        Err(source) if source.kind() != io::ErrorKind::NotFound => Err(StoreError {
+            action: "remove",
+            path: path.into(),
+            source,
+        }),
+        _ => Ok(()),
+    }
+}
+
+/// Files of a directory whose names do not start with a dot: those are still being written, or were when a crash came.
+fn files(directory: &Path) -> Result<Vec<PathBuf>, StoreError> {
+    let failed = |source| StoreError {
+        action: "list",
+        path: directory.into(),
+        source,
+    };
+    let mut paths = Vec::new();
+    for entry in fs::read_dir(directory).map_err(failed)? {
+        let entry = entry.map_err(failed)?;
+        if !is_hidden(&entry) {
+            paths.push(entry.path());
+        }
+    }
+    paths.sort();
+    Ok(paths)
+}
+
+fn read<T: serde::de::DeserializeOwned>(path: &Path) -> Option<T> {
+    let small = fs::metadata(path).is_ok_and(|m| m.is_file() && m.len() <= MAX_FILE_BYTES);
+    small
+        .then(|| fs::read(path).ok())
+        .flatten()
+        .and_then(|b| serde_json::from_slice(&b).ok())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::record::PodName;
+    use super::*;
+
+    fn record(n: u64) -> Record {
+        Record {
+            key: Key {
+                container_id: format!("c{n}"),
+                if_name: "eth0".into(),
+            },
+            network: "weir".into(),
+            addresses: vec!["10.0.0.2".parse().unwrap()],
+            netns: "/run/netns/x".into(),
+            sequence: n,
+            pod: PodName::default(),
+        }
+    }
+
+    #[test]
+    fn records_survive_and_foreign_files_are_reported() {
+        let dir = tempfile::tempdir().unwrap();
+        let store = Store::open(dir.path()).unwrap();
+        store.put(&record(1)).unwrap();
+        store.put(&record(2)).unwrap();
+        store.remove(&record(2).key).unwrap();
+        store.remove(&record(2).key).unwrap();
+        let folder = dir.path().join(RECORDS);
+        fs::write(folder.join(".c9@eth0.json"), "{\"half").unwrap();
+        fs::write(folder.join("empty@eth0.json"), "").unwrap();
+        fs::write(folder.join("huge@eth0.json"), vec![b' '; 100_000]).unwrap();
+        let loaded = Store::open(dir.path()).unwrap().load().unwrap();
+        assert_eq!(loaded.records, [record(1)]);
+        assert_eq!(loaded.unreadable.len(), 2);
+        assert!(!folder.join(".c9@eth0.json").exists());
+    }
+
+    #[test]
+    fn queued_deletes_are_what_the_plugin_writes() {
+        let dir = tempfile::tempdir().unwrap();
+        let store = Store::open(dir.path()).unwrap();
+        let file = dir.path().join(DELETES).join("c1@eth0.json");
+        fs::write(&file, r#"{"containerId":"c1","ifName":"eth0"}"#).unwrap();
+        fs::write(dir.path().join(DELETES).join("x"), "junk").unwrap();
+        let queued = store.queued_deletes().unwrap();
+        assert_eq!(queued[0], (file, Some(record(1).key)));
+        assert_eq!(queued[1].1, None);
+        store.cancel_delete(&record(1).key).unwrap();
+        assert_eq!(store.queued_deletes().unwrap().len(), 1);
+    }
+}
