@@ -174,12 +174,12 @@ impl Index {
         objects.push(self.config.clone());
         objects.extend(self.shared.values().cloned());
         if runs_pods {
-            objects.extend(self.keyed.iter().filter_map(|(key, bytes)| {
+            let needed = self.keyed.iter().filter(|(key, _)| {
                 self.referrers
-                    .get(key)?
-                    .contains_key(node)
-                    .then(|| bytes.clone())
-            }));
+                    .get(*key)
+                    .is_some_and(|nodes| nodes.contains_key(node))
+            });
+            objects.extend(needed.map(|(_, bytes)| bytes.clone()));
             let pods = self.pods_of_node.get(node).into_iter().flatten();
             objects.extend(pods.filter_map(|name| Some(self.pods.get(name)?.sent.clone())));
         }

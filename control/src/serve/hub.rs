@@ -1,0 +1,384 @@
+//! What all streams share: the index, a bounded log of encoded deltas, and how far each node has come.
+//!
+//! Consumers pull from the log with a cursor, so a slow one costs nothing but its place; one that falls out of the log
+//! is cut and starts again from a snapshot. No stream has a queue.
+
+use std::collections::{BTreeMap, VecDeque};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use bytes::Bytes;
+use control_api::v1::{Ack, ClusterConfig, Hello};
+use control_feed::{Effects, Index, Kind, frame};
+use serde_json::Value;
+use tokio::sync::watch;
+use tokio_util::sync::CancellationToken;
+
+/// Deltas kept for consumers that lag or resume.
+const LOG_ENTRIES: usize = 8192;
+/// Encoded bytes kept for the same.
+const LOG_BYTES: usize = 4 << 20;
+
+/// One change, encoded once. A node that has an own frame gets that one in place of the shared one, which is part of it.
+#[derive(Debug)]
+struct Entry {
+    revision: u64,
+    shared: Option<Bytes>,
+    own: BTreeMap<String, Bytes>,
+    size: usize,
+}
+
+/// How far one node has come.
+#[derive(Clone, Debug, Default)]
+pub(super) struct NodeProgress {
+    /// Which stream speaks for the node: a later one replaces an earlier one.
+    session: u64,
+    pub(super) connected: bool,
+    /// Sequence number of the next log entry that the stream will look at.
+    cursor: u64,
+    /// Revision of the last frame put on the stream.
+    sent: u64,
+    pub(super) acked: u64,
+    pub(super) apply_error: String,
+    cut: CancellationToken,
+}
+
+#[derive(Debug, Default)]
+pub(super) struct Counters {
+    pub(super) snapshots: u64,
+    pub(super) resumes: u64,
+    pub(super) changes: u64,
+    pub(super) frames: u64,
+    pub(super) frame_bytes: u64,
+    pub(super) fell_behind: u64,
+    pub(super) silent: u64,
+}
+
+pub(super) struct Inner {
+    index: Index,
+    /// Kinds whose first list came, and the revision up to which each kind is known.
+    progress: BTreeMap<Kind, u64>,
+    synced: bool,
+    pub(super) head_revision: u64,
+    log: VecDeque<Entry>,
+    log_bytes: usize,
+    first_seq: u64,
+    /// Every entry that left the log has at most this revision.
+    floor_revision: u64,
+    pub(super) nodes: BTreeMap<String, NodeProgress>,
+    sessions: u64,
+    pub(super) counters: Counters,
+}
+
+/// See the module documentation.
+pub(super) struct Hub {
+    feed_instance: String,
+    inner: Mutex<Inner>,
+    /// Counts everything a waiter may be interested in: log entries, acknowledgements, progress.
+    tick: watch::Sender<u64>,
+}
+
+impl std::fmt::Debug for Hub {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Hub")
+            .field("feed_instance", &self.feed_instance)
+            .finish_non_exhaustive()
+    }
+}
+
+/// Where a stream begins.
+#[derive(Debug)]
+pub(super) struct Opening {
+    pub(super) session: u64,
+    pub(super) cut: CancellationToken,
+    pub(super) revision: u64,
+    /// Present unless the stream resumes.
+    pub(super) snapshot: Option<Vec<Bytes>>,
+}
+
+/// What a stream finds at its cursor.
+#[derive(Debug)]
+pub(super) enum Next {
+    Frame(Bytes),
+    /// Nothing for this node up to the end of the log. `progress` is the head's revision when it lies beyond the last
+    /// frame sent.
+    UpToDate {
+        progress: Option<u64>,
+    },
+    FellBehind,
+    /// Another stream speaks for the node now.
+    Replaced,
+}
+
+impl Hub {
+    pub(super) fn new(config: ClusterConfig, feed_instance: String) -> Self {
+        let inner = Inner {
+            index: Index::new(config),
+            progress: BTreeMap::new(),
+            synced: false,
+            head_revision: 0,
+            log: VecDeque::new(),
+            log_bytes: 0,
+            first_seq: 0,
+            floor_revision: 0,
+            nodes: BTreeMap::new(),
+            sessions: 0,
+            counters: Counters::default(),
+        };
+        Self {
+            feed_instance,
+            inner: Mutex::new(inner),
+            tick: watch::channel(0).0,
+        }
+    }
+
+    pub(super) fn feed_instance(&self) -> &str {
+        &self.feed_instance
+    }
+
+    /// Changes whenever the log, an acknowledgement or the progress did.
+    pub(super) fn ticks(&self) -> watch::Receiver<u64> {
+        self.tick.subscribe()
+    }
+
+    pub(super) fn lock(&self) -> MutexGuard<'_, Inner> {
+        // Nothing in the critical sections panics half-way through an update.
+        self.inner.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn wake(&self) {
+        self.tick
+            .send_modify(|count| *count = count.wrapping_add(1));
+    }
+
+    /// Takes a complete list of one kind.
+    pub(super) fn replace<'a>(
+        &self,
+        kind: Kind,
+        objects: impl Iterator<Item = &'a Value>,
+        revision: u64,
+        now_us: i64,
+    ) {
+        let mut inner = self.lock();
+        let effects = inner.index.replace(kind, objects, revision);
+        inner.advance(kind, revision);
+        // Other kinds may lag behind this list: it must not claim their revisions.
+        let at = inner.head_revision;
+        inner.append(at, now_us, effects);
+        drop(inner);
+        self.wake();
+    }
+
+    /// Takes one change.
+    pub(super) fn change(
+        &self,
+        kind: Kind,
+        deleted: bool,
+        object: &Value,
+        revision: u64,
+        committed_at_us: i64,
+    ) {
+        let mut inner = self.lock();
+        let effects = if deleted {
+            inner.index.remove(kind, object)
+        } else {
+            inner.index.upsert(kind, object, revision)
+        };
+        inner.advance(kind, revision);
+        let at = inner
+            .head_revision
+            .max(if inner.synced { revision } else { 0 });
+        inner.append(at, committed_at_us, effects);
+        inner.head_revision = at;
+        drop(inner);
+        self.wake();
+    }
+
+    /// Takes the news that nothing older than `revision` is still to come for this kind.
+    pub(super) fn bookmark(&self, kind: Kind, revision: u64) {
+        self.lock().advance(kind, revision);
+        self.wake();
+    }
+
+    pub(super) fn is_synced(&self) -> bool {
+        self.lock().synced
+    }
+
+    /// Begins a stream: a resume where the log still reaches back, a snapshot otherwise.
+    pub(super) fn open(&self, hello: &Hello) -> Opening {
+        let mut inner = self.lock();
+        inner.sessions += 1;
+        let session = inner.sessions;
+        let resumes = hello.feed_instance == self.feed_instance
+            && hello.resume_revision > inner.floor_revision
+            && hello.resume_revision <= inner.head_revision;
+        // Inclusive: a change that arrived late carries the revision of the head it met.
+        let cursor = if resumes {
+            let older = inner
+                .log
+                .partition_point(|e| e.revision < hello.resume_revision);
+            inner.first_seq + older as u64
+        } else {
+            inner.next_seq()
+        };
+        let revision = if resumes {
+            hello.resume_revision
+        } else {
+            inner.head_revision
+        };
+        let snapshot = (!resumes).then(|| inner.index.snapshot(&hello.node_name, hello.runs_pods));
+        match resumes {
+            true => inner.counters.resumes += 1,
+            false => inner.counters.snapshots += 1,
+        }
+        let node = inner.nodes.entry(hello.node_name.clone()).or_default();
+        node.cut.cancel();
+        let acked = if resumes { node.acked } else { 0 };
+        *node = NodeProgress {
+            session,
+            connected: true,
+            cursor,
+            sent: revision,
+            acked,
+            apply_error: String::new(),
+            cut: CancellationToken::new(),
+        };
+        let cut = node.cut.clone();
+        drop(inner);
+        self.wake();
+        Opening {
+            session,
+            cut,
+            revision,
+            snapshot,
+        }
+    }
+
+    /// Ends a stream, unless another one took its place.
+    pub(super) fn close(&self, node: &str, session: u64) {
+        let mut inner = self.lock();
+        if let Some(progress) = inner.nodes.get_mut(node)
+            && progress.session == session
+        {
+            progress.connected = false;
+        }
+        drop(inner);
+        self.wake();
+    }
+
+    /// The next frame for a node, moving its cursor.
+    pub(super) fn next(&self, node: &str, session: u64, runs_pods: bool) -> Next {
+        let mut inner = self.lock();
+        let (first_seq, next_seq) = (inner.first_seq, inner.next_seq());
+        let head = inner.head_revision;
+        let inner = &mut *inner;
+        let Some(progress) = inner.nodes.get_mut(node).filter(|p| p.session == session) else {
+            return Next::Replaced;
+        };
+        if progress.cursor < first_seq {
+            inner.counters.fell_behind += 1;
+            return Next::FellBehind;
+        }
+        while progress.cursor < next_seq {
+            let at = usize::try_from(progress.cursor - first_seq).unwrap_or(usize::MAX);
+            progress.cursor += 1;
+            let Some(entry) = inner.log.get(at) else {
+                break;
+            };
+            let own = if runs_pods { entry.own.get(node) } else { None };
+            if let Some(frame) = own.or(entry.shared.as_ref()) {
+                progress.sent = entry.revision;
+                inner.counters.frames += 1;
+                inner.counters.frame_bytes += frame.len() as u64;
+                return Next::Frame(frame.clone());
+            }
+        }
+        Next::UpToDate {
+            progress: (progress.sent < head).then_some(head),
+        }
+    }
+
+    /// Notes that an empty delta moved the node to this revision.
+    pub(super) fn moved(&self, node: &str, session: u64, revision: u64) {
+        let mut inner = self.lock();
+        if let Some(progress) = inner.nodes.get_mut(node).filter(|p| p.session == session) {
+            progress.sent = progress.sent.max(revision);
+        }
+    }
+
+    /// Takes a node's acknowledgement.
+    pub(super) fn ack(&self, node: &str, session: u64, ack: Ack) {
+        let mut inner = self.lock();
+        if let Some(progress) = inner.nodes.get_mut(node).filter(|p| p.session == session) {
+            progress.acked = progress.acked.max(ack.revision);
+            progress.apply_error = ack.error;
+        }
+        drop(inner);
+        self.wake();
+    }
+}
+
+impl Inner {
+    fn next_seq(&self) -> u64 {
+        self.first_seq + self.log.len() as u64
+    }
+
+    /// Every kind is known at least up to the head.
+    fn advance(&mut self, kind: Kind, revision: u64) {
+        let known = self.progress.entry(kind).or_default();
+        *known = revision.max(*known);
+        if self.progress.len() == Kind::ALL.len() {
+            let frontier = self.progress.values().copied().min().unwrap_or_default();
+            if !self.synced {
+                self.synced = true;
+                self.floor_revision = frontier.saturating_sub(1);
+            }
+            self.head_revision = self.head_revision.max(frontier);
+        }
+    }
+
+    fn append(&mut self, revision: u64, committed_at_us: i64, effects: Effects) {
+        // Before the first complete sync there is nobody to tell: streams begin with a snapshot.
+        if effects.is_empty() || !self.synced {
+            return;
+        }
+        let shared_ops = effects.shared.as_slice();
+        let shared = (!shared_ops.is_empty())
+            .then(|| frame::delta(revision, committed_at_us, shared_ops.iter()));
+        let own: BTreeMap<String, Bytes> = effects
+            .per_node
+            .iter()
+            .map(|(node, ops)| {
+                let all = shared_ops.iter().chain(ops);
+                (node.clone(), frame::delta(revision, committed_at_us, all))
+            })
+            .collect();
+        let size =
+            shared.as_ref().map_or(0, Bytes::len) + own.values().map(Bytes::len).sum::<usize>();
+        self.counters.changes += 1;
+        self.log_bytes += size;
+        self.log.push_back(Entry {
+            revision,
+            shared,
+            own,
+            size,
+        });
+        while self.log.len() > LOG_ENTRIES || (self.log_bytes > LOG_BYTES && self.log.len() > 1) {
+            let Some(old) = self.log.pop_front() else {
+                break;
+            };
+            self.log_bytes -= old.size;
+            self.first_seq += 1;
+            self.floor_revision = old.revision;
+        }
+    }
+
+    /// The revision that a node has in its kernel: changes that do not concern it count as applied.
+    pub(super) fn applied(&self, node: &NodeProgress) -> u64 {
+        let current = node.connected && node.cursor == self.next_seq() && node.acked >= node.sent;
+        if current {
+            self.head_revision
+        } else {
+            node.acked
+        }
+    }
+}
