@@ -1,8 +1,12 @@
 //! Patches and field ownership: JSON patch, merge patch, strategic merge patch, server-side apply. Pure.
 
+mod json;
+mod strategic;
+
 use serde_json::Value;
 
 use super::registry::Gvk;
+use super::schema::schema;
 use crate::status::ApiError;
 
 /// RFC 6902. `patch` is the list of operations.
@@ -10,8 +14,7 @@ use crate::status::ApiError;
 /// # Errors
 /// 400 for a malformed patch, 422 when an operation cannot be applied.
 pub fn apply_json_patch(target: &mut Value, patch: &Value) -> Result<(), ApiError> {
-    let _ = (target, patch);
-    Err(ApiError::bad_request("JSON patch is not linked in"))
+    json::apply(target, patch)
 }
 
 /// RFC 7386.
@@ -42,8 +45,19 @@ pub fn apply_strategic_merge(
     target: &mut Value,
     patch: &Value,
 ) -> Result<(), ApiError> {
-    let _ = gvk;
-    apply_merge_patch(target, patch);
+    let Some(t) = schema().kind(gvk.group, gvk.version, gvk.kind) else {
+        let message = "the body of the request was in an unknown format - accepted media types include: \
+                       application/json-patch+json, application/merge-patch+json, application/apply-patch+yaml";
+        return Err(ApiError::new(415, "UnsupportedMediaType", message));
+    };
+    let (Value::Object(map), Value::Object(patch)) = (&mut *target, patch) else {
+        return Err(ApiError::bad_request(
+            "a strategic merge patch must be an object",
+        ));
+    };
+    let mut result = map.clone();
+    strategic::merge_object(Some(t), &mut result, patch)?;
+    *map = result;
     Ok(())
 }
 
