@@ -1,7 +1,9 @@
 //! Kubernetes REST over the store: discovery, decoding, validation, patch, watch, authentication.
 
+pub mod api;
 pub mod codec;
 pub mod defaults;
+pub mod local;
 pub mod logs;
 pub mod object;
 pub mod openapi;
