@@ -1,2 +1,106 @@
-//! `weir-agent`: the node's daemon.
-fn main() {}
+//! `weir-agent`: the node's daemon, and the commands that put it on a node or take it off.
+
+mod daemon;
+
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+use anyhow::{Context as _, Result};
+use clap::{Parser, Subcommand};
+use weir_agent::cni_api::conf;
+use weir_agent::config::Config;
+
+/// Weir's node agent: pod networking, services in eBPF, cluster DNS, and the pod runner.
+#[derive(Debug, Parser)]
+#[command(name = "weir-agent", version)]
+struct Cli {
+    /// Configuration file (TOML).
+    #[arg(long, global = true, default_value = "/etc/weir/agent.toml")]
+    config: PathBuf,
+    #[command(subcommand)]
+    command: Option<Command>,
+}
+
+#[derive(Debug, Subcommand)]
+enum Command {
+    /// Run the agent (the default). Ending it in any way leaves the traffic of pods running.
+    Run,
+    /// Remove every link, route, program and file that the agent made on this node. The agent must not be running.
+    Cleanup,
+    /// Install the CNI plugin for the container runtime.
+    InstallCni {
+        /// The runtime's folder of CNI plugins.
+        #[arg(long, default_value = "/opt/cni/bin")]
+        bin_dir: PathBuf,
+        /// The plugin to install; default: weir-cni beside this program.
+        #[arg(long)]
+        from: Option<PathBuf>,
+    },
+    /// Print the version.
+    Version,
+}
+
+/// Threads of the async runtime: the agent waits for others most of the time, and is to be small.
+const RUNTIME_THREADS: usize = 2;
+
+fn main() -> ExitCode {
+    let cli = Cli::parse();
+    let filter = tracing_subscriber::EnvFilter::try_from_default_env()
+        .unwrap_or_else(|_| tracing_subscriber::EnvFilter::new("info"));
+    tracing_subscriber::fmt()
+        .with_env_filter(filter)
+        .with_writer(std::io::stderr)
+        .init();
+    match execute(cli) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(e) => {
+            eprintln!("weir-agent: {e:#}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+#[allow(
+    clippy::print_stdout,
+    reason = "what the commands report is their output"
+)]
+fn execute(cli: Cli) -> Result<()> {
+    match cli.command.unwrap_or(Command::Run) {
+        Command::Run => {
+            let config = Config::load(&cli.config)?;
+            let runtime = tokio::runtime::Builder::new_multi_thread()
+                .worker_threads(RUNTIME_THREADS)
+                .enable_all()
+                .build()
+                .context("start the async runtime")?;
+            let result = runtime.block_on(daemon::run(config));
+            // Blocking work that is still under way (a kernel call, a client that does not read) must not hold the end up.
+            runtime.shutdown_background();
+            result
+        }
+        Command::Cleanup => {
+            let config = Config::load(&cli.config)?;
+            for line in daemon::cleanup::run(&config)? {
+                println!("{line}");
+            }
+            Ok(())
+        }
+        Command::InstallCni { bin_dir, from } => {
+            let from = match from {
+                Some(from) => from,
+                None => std::env::current_exe()
+                    .context("find this program's own path")?
+                    .with_file_name(conf::PLUGIN_NAME),
+            };
+            println!(
+                "installed {}",
+                conf::install_plugin(&from, &bin_dir)?.display()
+            );
+            Ok(())
+        }
+        Command::Version => {
+            println!("weir-agent {}", env!("CARGO_PKG_VERSION"));
+            Ok(())
+        }
+    }
+}

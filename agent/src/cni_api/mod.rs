@@ -21,6 +21,15 @@ pub use server::{Server, ServerError};
 pub use service::{Attachments, PodCidrs, Settings};
 pub use store::{Store, StoreError};
 
+/// Names below the state directory that this room writes.
+pub const STATE_NAMES: [&str; 2] = [store::RECORDS, store::DELETES];
+
+/// True for names that host sides of pod links have.
+#[must_use]
+pub fn is_pod_link(name: &str) -> bool {
+    record::is_host_name(name)
+}
+
 /// Failure of a CNI command as the plugin reports it.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{message}")]

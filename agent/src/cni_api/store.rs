@@ -10,9 +10,9 @@ use std::path::{Path, PathBuf};
 use super::record::{Key, Record};
 
 /// Records, below the state directory.
-const RECORDS: &str = "ipam";
+pub(super) const RECORDS: &str = "ipam";
 /// Queued DELs, below the state directory; `weir-cni` writes there.
-const DELETES: &str = "cni-deletes";
+pub(super) const DELETES: &str = "cni-deletes";
 /// Bytes of one file at most: more is not ours.
 const MAX_FILE_BYTES: u64 = 64 * 1024;
 

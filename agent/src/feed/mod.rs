@@ -25,6 +25,9 @@ pub use report::ReportError;
 use crate::config::Config;
 use mailbox::Publisher;
 
+/// Name of the file below the state directory that holds the last state.
+pub const STATE_NAME: &str = disk::FILE_NAME;
+
 /// Why the feed client could not start. Losing a server later is not an error: the client retries.
 #[derive(Debug, thiserror::Error)]
 pub enum FeedError {

@@ -34,13 +34,13 @@ where
     })
 }
 
-/// True when the descriptor is the network namespace of this process.
+/// True when the descriptor is the network namespace of the calling thread.
 ///
 /// # Errors
 /// [`NetlinkError`] when either cannot be examined.
 pub fn is_own(netns: &File) -> Result<bool, NetlinkError> {
     let identity = |file: &File| file.metadata().map(|m| (m.dev(), m.ino()));
-    let own = File::open("/proc/self/ns/net").and_then(|f| identity(&f));
+    let own = File::open("/proc/thread-self/ns/net").and_then(|f| identity(&f));
     let other = identity(netns);
     match (own, other) {
         (Ok(own), Ok(other)) => Ok(own == other),

@@ -15,6 +15,14 @@ pub struct RouteSync {
     pub errors: Vec<NetlinkError>,
 }
 
+/// Whether routes that are not wanted go.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Removals {
+    Make,
+    /// Adds and replaces only: what is wanted is known from an old source.
+    Skip,
+}
+
 /// How each address is reached right now.
 ///
 /// # Errors
@@ -34,11 +42,20 @@ pub fn reach_of(
 ///
 /// # Errors
 /// [`NetlinkError`] when the present routes cannot be listed. Refused changes are in the result.
-pub fn sync(netlink: &mut Netlink, wanted: &Routes) -> Result<RouteSync, NetlinkError> {
+pub fn sync(
+    netlink: &mut Netlink,
+    wanted: &Routes,
+    removals: Removals,
+) -> Result<RouteSync, NetlinkError> {
     let present = netlink.own_routes()?;
     let mut done = RouteSync::default();
     for change in changes(wanted, &present) {
         let result = match change {
+            RouteChange::Delete(route)
+                if removals == Removals::Skip && !wanted.contains_key(&route.destination) =>
+            {
+                continue;
+            }
             RouteChange::Delete(route) => absent_is_done(netlink.delete_route(&route)),
             RouteChange::Add(destination, path) => netlink.add_route(destination, path),
             RouteChange::Replace(destination, path) => netlink.replace_route(destination, path),

@@ -1,0 +1,284 @@
+//! The apply loop: desired state in, kernel tables and routes made equal to it, revision acknowledged.
+
+use std::collections::BTreeSet;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use control_api::desired::{Changes, DesiredState};
+use tokio::sync::watch;
+use tokio_util::sync::CancellationToken;
+use weir_agent::cni_api::Attachments;
+use weir_agent::compile::routes::{self, Input, Problem};
+use weir_agent::config::Config;
+use weir_agent::feed::{FeedHandle, Origin, Update};
+use weir_agent::kernel::Kernel;
+use weir_agent::netlink::{Netlink, NetlinkError, sync};
+
+use super::Readiness;
+
+/// Changes of links and routes come in bursts; routes are compared once they are over.
+const NETWORK_DEBOUNCE: Duration = Duration::from_millis(100);
+/// Routes are compared this often even if nobody reports a change.
+const ROUTE_PERIOD: Duration = Duration::from_secs(30);
+/// First and longest pause before a failed apply is tried again.
+const RETRY_FIRST: Duration = Duration::from_millis(250);
+const RETRY_LONGEST: Duration = Duration::from_secs(10);
+/// Present in the run directory, which a reboot empties, once services were programmed.
+pub(super) const APPLIED_MARK: &str = "applied";
+
+/// Owns the way from desired state to kernel.
+pub(super) struct Applier {
+    pub(super) config: Arc<Config>,
+    pub(super) feed: FeedHandle,
+    pub(super) kernel: Arc<Kernel>,
+    pub(super) attachments: Arc<Attachments>,
+    /// Interface index of the host link.
+    pub(super) host_link: u32,
+    pub(super) readiness: watch::Sender<Readiness>,
+}
+
+/// What is known between two passes.
+struct Progress {
+    state: Arc<DesiredState>,
+    origin: Origin,
+    /// What the kernel tables have not been compared with yet; `None` when they are up to date.
+    pending: Option<Changes>,
+    committed_at_us: Option<i64>,
+    retry_after: Duration,
+    retry_at: Option<tokio::time::Instant>,
+    problems: BTreeSet<String>,
+}
+
+/// What one pass over the routes found.
+struct RoutePass {
+    errors: Vec<NetlinkError>,
+    problems: Vec<Problem>,
+}
+
+impl Applier {
+    pub(super) async fn run(self, shutdown: CancellationToken) {
+        let network = match super::watch_network() {
+            Ok(notify) => notify,
+            Err(e) => {
+                tracing::error!(error = %e, "route changes by others are noticed by periodic comparison only");
+                Arc::default()
+            }
+        };
+        let mut updates = self.feed.updates();
+        let mut periodic = tokio::time::interval(ROUTE_PERIOD);
+        let mut progress: Option<Progress> = None;
+        loop {
+            let retry_at = progress.as_ref().and_then(|p| p.retry_at);
+            tokio::select! {
+                () = shutdown.cancelled() => return,
+                update = updates.next() => progress = Some(merge(progress, update)),
+                () = network.notified() => tokio::time::sleep(NETWORK_DEBOUNCE).await,
+                _ = periodic.tick() => {}
+                () = sleep_until(retry_at) => {}
+            }
+            if let Some(progress) = &mut progress {
+                self.pass(progress).await;
+            }
+        }
+    }
+
+    /// Services first: a route may lead to an address that only they make sense of.
+    async fn pass(&self, progress: &mut Progress) {
+        let mut failures = self.apply_services(progress).await;
+        let fatal = failures.is_err();
+        let route_errors = self.apply_routes(progress).await;
+        let list = failures
+            .as_mut()
+            .map_or_else(|e| vec![std::mem::take(e)], std::mem::take);
+        let problem = list
+            .into_iter()
+            .chain(route_errors)
+            .collect::<Vec<_>>()
+            .join("; ");
+        if fatal || !problem.is_empty() {
+            progress.retry_at = Some(tokio::time::Instant::now() + progress.retry_after);
+            progress.retry_after = (progress.retry_after * 2).min(RETRY_LONGEST);
+        } else {
+            progress.retry_at = None;
+            progress.retry_after = RETRY_FIRST;
+        }
+        if progress.origin == Origin::Server {
+            let error = (!problem.is_empty()).then(|| problem.clone());
+            self.feed.ack(progress.state.revision, error);
+        }
+        self.readiness.send_if_modified(|now| {
+            let next = Readiness {
+                programmed: now.programmed || (progress.origin == Origin::Server && !fatal),
+                problem,
+            };
+            let changed = *now != next;
+            *now = next;
+            changed
+        });
+    }
+
+    /// Single services that could not be programmed, or why none could.
+    async fn apply_services(&self, progress: &mut Progress) -> Result<Vec<String>, String> {
+        let Some(changes) = progress.pending.take() else {
+            return Ok(Vec::new());
+        };
+        if progress.origin == Origin::Disk && self.mark().exists() {
+            // The kernel holds what this run of the machine was told, which is newer than the copy on disk.
+            return Ok(Vec::new());
+        }
+        let started = Instant::now();
+        let (kernel, state) = (Arc::clone(&self.kernel), Arc::clone(&progress.state));
+        let work = tokio::task::spawn_blocking(move || {
+            let result = kernel.apply(&state, &changes);
+            (result, changes)
+        });
+        let (result, changes) = match work.await {
+            Ok(done) => done,
+            Err(e) => {
+                progress.pending = Some(Changes::everything());
+                return Err(format!("apply services: {e}"));
+            }
+        };
+        match result {
+            Ok(report) => {
+                tracing::debug!(
+                    revision = progress.state.revision,
+                    changed = report.changed,
+                    everything = changes.everything,
+                    took_us = started.elapsed().as_micros(),
+                    committed_at_us = progress.committed_at_us,
+                    "services applied"
+                );
+                if let Err(e) = std::fs::write(self.mark(), b"") {
+                    tracing::warn!(path = %self.mark().display(), error = %e, "cannot write the mark");
+                }
+                progress.committed_at_us = None;
+                if !report.failed.is_empty() {
+                    progress.pending = Some(Changes::everything());
+                }
+                Ok(report
+                    .failed
+                    .into_iter()
+                    .map(|(port, why)| format!("{port}: {why}"))
+                    .collect())
+            }
+            Err(e) => {
+                progress.pending = Some(Changes::everything());
+                tracing::error!(revision = progress.state.revision, error = %e, "apply services; trying again");
+                Err(e.to_string())
+            }
+        }
+    }
+
+    async fn apply_routes(&self, progress: &mut Progress) -> Vec<String> {
+        let (config, attachments) = (Arc::clone(&self.config), Arc::clone(&self.attachments));
+        let (state, origin, host_link) =
+            (Arc::clone(&progress.state), progress.origin, self.host_link);
+        let work = tokio::task::spawn_blocking(move || {
+            route_pass(&config, &attachments, &state, origin, host_link)
+        });
+        let pass = match work.await {
+            Ok(Ok(pass)) => pass,
+            Ok(Err(e)) => return vec![e.to_string()],
+            Err(e) => return vec![format!("compare routes: {e}")],
+        };
+        let problems: BTreeSet<String> = pass.problems.iter().map(ToString::to_string).collect();
+        for problem in problems.difference(&progress.problems) {
+            tracing::warn!(%problem, "no route");
+        }
+        progress.problems = problems;
+        pass.errors.iter().map(ToString::to_string).collect()
+    }
+
+    fn mark(&self) -> PathBuf {
+        self.config.run_dir.join(APPLIED_MARK)
+    }
+}
+
+fn merge(progress: Option<Progress>, update: Update) -> Progress {
+    let Update {
+        state,
+        changes,
+        origin,
+        committed_at_us,
+    } = update;
+    let Some(old) = progress else {
+        // The first comparison is of everything: nobody knows what an earlier agent had done.
+        return Progress {
+            state,
+            origin,
+            pending: Some(Changes::everything()),
+            committed_at_us,
+            retry_after: RETRY_FIRST,
+            retry_at: None,
+            problems: BTreeSet::new(),
+        };
+    };
+    let mut pending = old.pending.unwrap_or_default();
+    if old.origin == origin {
+        pending.merge(changes);
+    } else {
+        pending = Changes::everything();
+    }
+    Progress {
+        state,
+        origin,
+        pending: Some(pending),
+        committed_at_us: old.committed_at_us.or(committed_at_us),
+        retry_at: None,
+        ..old
+    }
+}
+
+async fn sleep_until(at: Option<tokio::time::Instant>) {
+    match at {
+        Some(at) => tokio::time::sleep_until(at).await,
+        None => std::future::pending().await,
+    }
+}
+
+fn route_pass(
+    config: &Config,
+    attachments: &Attachments,
+    state: &DesiredState,
+    origin: Origin,
+    host_link: u32,
+) -> Result<RoutePass, NetlinkError> {
+    let mut netlink = Netlink::open()?;
+    let reach = sync::reach_of(
+        &mut netlink,
+        &routes::peer_addresses(&config.node_name, &state.nodes),
+    )?;
+    let pods = attachments.local_pods(&netlink.links()?);
+    let (wanted, problems) = routes::routes(&Input {
+        node_name: &config.node_name,
+        node_ips: &config.node_ips,
+        nodes: &state.nodes,
+        service_cidrs: &state.config.service_cidrs,
+        host_link,
+        host_link_addresses: &[],
+        pods: &pods,
+        reach: &reach,
+    });
+    // An old copy of the state must not take routes away.
+    let removals = match origin {
+        Origin::Server => sync::Removals::Make,
+        Origin::Disk => sync::Removals::Skip,
+    };
+    let done = sync::sync(&mut netlink, &wanted, removals)?;
+    if done.changed > 0 {
+        tracing::info!(
+            changed = done.changed,
+            routes = wanted.len(),
+            "routes changed"
+        );
+    }
+    for e in &done.errors {
+        tracing::warn!(error = %e, "a route could not be changed; trying again");
+    }
+    Ok(RoutePass {
+        errors: done.errors,
+        problems,
+    })
+}

@@ -1,0 +1,227 @@
+//! The agent as a process: the order of start and end, and the loops between the rooms.
+
+mod apply;
+pub(crate) mod cleanup;
+mod node_report;
+
+use std::fs::{File, OpenOptions};
+use std::os::unix::fs::DirBuilderExt;
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Duration;
+
+use anyhow::{Context as _, Result, bail};
+use nix::fcntl::{Flock, FlockArg};
+use tokio::signal::unix::{SignalKind, signal};
+use tokio::sync::watch;
+use tokio_util::sync::CancellationToken;
+use weir_agent::cni_api::{self, Attachments, Store};
+use weir_agent::config::Config;
+use weir_agent::feed::{self, FeedHandle};
+use weir_agent::kernel::{self, Kernel, Limits, NodeIdentity, PodPrograms};
+use weir_agent::netlink::{self, Netlink, base};
+
+/// Held by the one agent of a node.
+const LOCK_NAME: &str = "agent.lock";
+/// How often a part of the flow tables is walked for flows that ended.
+const FLOW_PERIOD: Duration = Duration::from_secs(1);
+
+/// What the node has become able to do, for its Ready condition.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Readiness {
+    /// The first whole state of the control plane is in the kernel.
+    pub(crate) programmed: bool,
+    /// What failed at the last apply; empty when nothing did.
+    pub(crate) problem: String,
+}
+
+/// The parts that the kernel of this node holds, adopted or new.
+struct Node {
+    kernel: Arc<Kernel>,
+    host_link: base::HostLink,
+    mtu: u32,
+}
+
+/// Runs until SIGTERM or SIGINT. Whatever ends the process, the dataplane stays as it is.
+pub(crate) async fn run(config: Config) -> Result<()> {
+    let config = Arc::new(config);
+    private_dir(&config.state_dir)?;
+    private_dir(&config.run_dir)?;
+    let _lock = lock(&config.run_dir)?;
+    let shutdown = CancellationToken::new();
+    watch_signals(&shutdown)?;
+
+    let node = {
+        let config = Arc::clone(&config);
+        tokio::task::spawn_blocking(move || prepare(&config)).await??
+    };
+    let feed = feed::start(&config, shutdown.clone())?;
+    let (attachments, cni) = {
+        let (config, feed, kernel) = (Arc::clone(&config), feed.clone(), Arc::clone(&node.kernel));
+        let mtu = config.cni.mtu.unwrap_or(node.mtu);
+        tokio::task::spawn_blocking(move || serve_cni(&config, &feed, kernel, mtu)).await??
+    };
+    let (readiness, ready) = watch::channel(Readiness::default());
+    let applier = apply::Applier {
+        config: Arc::clone(&config),
+        feed: feed.clone(),
+        kernel: Arc::clone(&node.kernel),
+        attachments,
+        host_link: node.host_link.near.index,
+        readiness,
+    };
+    let apply = tokio::spawn(applier.run(shutdown.clone()));
+    tokio::spawn(collect_flows(node.kernel, shutdown.clone()));
+    if config.pods.is_some() {
+        tokio::spawn(node_report::run(
+            Arc::clone(&config),
+            feed,
+            ready,
+            shutdown.clone(),
+        ));
+    }
+    tracing::info!(node = %config.node_name, "agent is running");
+
+    shutdown.cancelled().await;
+    tracing::info!("stopping; pods and services keep working");
+    tokio::task::spawn_blocking(move || cni.stop()).await?;
+    apply.await.context("end the apply loop")
+}
+
+/// Everything that must be in place before a pod is: sysctls, the host link, programs.
+fn prepare(config: &Config) -> Result<Node> {
+    if config.node_ips.is_empty() {
+        bail!("configuration names no node_ips: list the InternalIPs of this node");
+    }
+    base::set_sysctls(&config.uplinks)?;
+    let mut netlink = Netlink::open()?;
+    let mtu = base::uplink_mtu(&mut netlink, &config.uplinks)?;
+    let identity = NodeIdentity {
+        name: config.node_name.clone(),
+        addresses: config.node_ips.clone(),
+        dns_port: config.dns.port,
+    };
+    let kernel = Kernel::open(&config.bpffs, Limits::default(), identity)?;
+    let host_link = base::ensure_host_link(&mut netlink, mtu)?;
+    kernel.attach_host_link(&kernel::HostLink {
+        peer_name: host_link.far.name.clone(),
+        peer_ifindex: host_link.far.index,
+        peer_mac: host_link.far.mac,
+        host_ifindex: host_link.near.index,
+        host_mac: host_link.near.mac,
+    })?;
+    for uplink in &config.uplinks {
+        kernel.attach_uplink(uplink)?;
+    }
+    Ok(Node {
+        kernel: Arc::new(kernel),
+        host_link,
+        mtu,
+    })
+}
+
+/// Adopts the pods of this node and opens the socket for new ones.
+fn serve_cni(
+    config: &Config,
+    feed: &FeedHandle,
+    kernel: Arc<Kernel>,
+    mtu: u32,
+) -> Result<(Arc<Attachments>, cni_api::Server)> {
+    let store = Store::open(&config.state_dir)?;
+    let settings = cni_api::Settings {
+        mtu,
+        node_ips: config.node_ips.clone(),
+    };
+    let (feed, name) = (feed.clone(), config.node_name.clone());
+    let pod_cidrs: cni_api::PodCidrs = Arc::new(move || {
+        let state = feed.state();
+        let node = state.nodes.get(&name)?;
+        Some(
+            node.pod_cidrs
+                .iter()
+                .filter_map(|c| c.parse().ok())
+                .collect(),
+        )
+    });
+    let programs: Arc<dyn PodPrograms> = kernel;
+    let attachments = Arc::new(
+        Attachments::start(store, programs, settings, pod_cidrs)
+            .context("adopt the pods of this node")?,
+    );
+    let socket = config.cni_socket();
+    let server = cni_api::Server::start(&socket, Arc::clone(&attachments))?;
+    if let Some(conf_dir) = &config.cni.conf_dir {
+        cni_api::conf::write(conf_dir, &socket, &config.state_dir)?;
+    }
+    Ok((attachments, server))
+}
+
+/// Walks the flow tables a little at a time.
+async fn collect_flows(kernel: Arc<Kernel>, shutdown: CancellationToken) {
+    let mut period = tokio::time::interval(FLOW_PERIOD);
+    period.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
+    let mut failing = false;
+    loop {
+        tokio::select! {
+            () = shutdown.cancelled() => return,
+            _ = period.tick() => {}
+        }
+        let kernel = Arc::clone(&kernel);
+        match tokio::task::spawn_blocking(move || kernel.collect_flows()).await {
+            Ok(Ok(_)) => failing = false,
+            Ok(Err(e)) if !failing => {
+                failing = true;
+                tracing::error!(error = %e, "flows that ended cannot be removed; trying again");
+            }
+            Ok(Err(_)) => {}
+            Err(_) => return,
+        }
+    }
+}
+
+fn private_dir(path: &Path) -> Result<()> {
+    std::fs::DirBuilder::new()
+        .recursive(true)
+        .mode(0o700)
+        .create(path)
+        .with_context(|| format!("create {}", path.display()))
+}
+
+/// Two agents on one node would undo each other's work.
+fn lock(run_dir: &Path) -> Result<Flock<File>> {
+    let path = run_dir.join(LOCK_NAME);
+    let file = OpenOptions::new()
+        .write(true)
+        .create(true)
+        .truncate(false)
+        .open(&path)
+        .with_context(|| format!("open {}", path.display()))?;
+    Flock::lock(file, FlockArg::LockExclusiveNonblock).map_err(|(_, e)| {
+        anyhow::anyhow!(
+            "lock {}: {e}; is another weir-agent running on this node?",
+            path.display()
+        )
+    })
+}
+
+fn watch_signals(shutdown: &CancellationToken) -> Result<()> {
+    let mut terminate = signal(SignalKind::terminate()).context("listen for SIGTERM")?;
+    let mut interrupt = signal(SignalKind::interrupt()).context("listen for SIGINT")?;
+    let shutdown = shutdown.clone();
+    tokio::spawn(async move {
+        tokio::select! {
+            _ = terminate.recv() => {}
+            _ = interrupt.recv() => {}
+        }
+        shutdown.cancel();
+    });
+    Ok(())
+}
+
+/// Routes changed, or links: a signal that coalesces.
+fn watch_network() -> Result<Arc<tokio::sync::Notify>, netlink::NetlinkError> {
+    let notify = Arc::new(tokio::sync::Notify::new());
+    let sender = Arc::clone(&notify);
+    netlink::watch::start(move || sender.notify_one())?;
+    Ok(notify)
+}
