@@ -10,6 +10,9 @@ mod image;
 mod install;
 mod repo;
 mod run;
+mod test;
+mod tidy;
+mod vm;
 
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -68,6 +71,19 @@ enum Task {
         #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
         args: Vec<String>,
     },
+    /// Run test tiers: all that this machine can run, or the named ones.
+    Test {
+        #[arg(value_enum, value_name = "TIER")]
+        tiers: Vec<test::Tier>,
+    },
+    /// Boot Debian kernels under QEMU and load, attach and try every eBPF program there.
+    Vm {
+        /// Only this kernel; repeatable.
+        #[arg(long, value_enum)]
+        kernel: Vec<vm::Kernel>,
+    },
+    /// Check what the compiler does not: pure rooms, sizes, dependencies, stray paths; rustfmt and clippy.
+    Tidy,
     /// Compile: the eBPF object, or the product's programs (with the object inside).
     Build {
         #[arg(value_enum, default_value_t = What::All)]
@@ -160,20 +176,18 @@ fn run(task: Task) -> Result<ExitCode> {
                 .status()?;
             return Ok(exit_code(status));
         }
-        Task::Build { what, release } => {
-            install::ensure(&repo, &[Purpose::Ebpf])?;
-            let built = artifacts::ebpf(&repo)?;
-            let note = if built { "compiled" } else { "unchanged" };
-            println!(" ✓ {} {note}", repo.bpf_object().display());
-            if what == What::All {
-                let dir = artifacts::product(&repo, Profile::from_release(release))?;
-                println!(
-                    " ✓ weir-control, weir-agent, weirctl, weir-cni in {}",
-                    dir.display()
-                );
-            }
-            true
+        Task::Test { tiers } => test::run(&repo, &tiers)?,
+        Task::Vm { kernel } => {
+            let counts = vm::run(&repo, &kernel)?;
+            println!("{counts}");
+            counts.failed == 0
         }
+        Task::Tidy => {
+            let counts = tidy::run(&repo)?;
+            println!("{counts}");
+            counts.failed == 0
+        }
+        Task::Build { what, release } => build(&repo, what, release).map(|()| true)?,
         Task::Image { refresh } => {
             let (path, made) = image::archive(&repo, refresh)?;
             let note = if made { "made" } else { "unchanged" };
@@ -193,6 +207,24 @@ fn run(task: Task) -> Result<ExitCode> {
     } else {
         ExitCode::FAILURE
     })
+}
+
+fn build(repo: &Repo, what: What, release: bool) -> Result<()> {
+    install::ensure(repo, &[Purpose::Ebpf])?;
+    let note = if artifacts::ebpf(repo)? {
+        "compiled"
+    } else {
+        "unchanged"
+    };
+    println!(" ✓ {} {note}", repo.bpf_object().display());
+    if what == What::All {
+        let dir = artifacts::product(repo, Profile::from_release(release))?;
+        println!(
+            " ✓ weir-control, weir-agent, weirctl, weir-cni in {}",
+            dir.display()
+        );
+    }
+    Ok(())
 }
 
 /// The exit code of a child; a death by signal counts as failure.

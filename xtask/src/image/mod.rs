@@ -49,6 +49,11 @@ pub(crate) fn archive(repo: &Repo, refresh: bool) -> Result<(PathBuf, bool)> {
     Ok((path, true))
 }
 
+/// Debian's static busybox, for other uses than the tools image.
+pub(crate) fn busybox(repo: &Repo) -> Result<Vec<u8>> {
+    tools::busybox(&deb::Packages::open(repo.images().join("packages"))?)
+}
+
 fn pause_image(program: &[u8]) -> Result<Image> {
     let mut layer = Layer::new();
     layer.file("pause", program, 0o755)?;
