@@ -25,6 +25,8 @@ const APPLETS: [&str; 8] = [
     "sh", "mount", "mkdir", "insmod", "poweroff", "echo", "uname", "ip",
 ];
 
+/// Printed by init before the test program runs: the firmware's words end here.
+pub(super) const START_MARK: &str = "weir-vm start";
 /// Printed by init before the test program's exit code.
 pub(super) const EXIT_MARK: &str = "weir-vm exit ";
 /// Printed by the init of a probe.
@@ -61,6 +63,8 @@ mount -t tmpfs tmpfs /run
 mount -t tmpfs tmpfs /tmp
 mkdir -p /run/netns
 {load}ip link set lo up
+echo
+echo \"{START_MARK}\"
 /bin/weir_vmtest
 echo \"{EXIT_MARK}$?\"
 poweroff -f

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result};
 
-use super::initramfs::{self, EXIT_MARK, PROBE_MARK, Payload};
+use super::initramfs::{self, EXIT_MARK, PROBE_MARK, Payload, START_MARK};
 use super::kernel::Files;
 use crate::repo::{Repo, which};
 use crate::run::cmd;
@@ -40,11 +40,13 @@ impl fmt::Display for Accelerator {
 }
 
 /// How a boot ended.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub(super) struct Outcome {
     pub(super) exit_code: Option<i32>,
     pub(super) seconds: f64,
     timed_out: bool,
+    /// The test program is running.
+    started: bool,
     last_lines: Vec<String>,
 }
 
@@ -153,12 +155,7 @@ pub(super) fn boot(
             }
         }
     });
-    let mut outcome = Outcome {
-        exit_code: None,
-        seconds: 0.0,
-        timed_out: false,
-        last_lines: Vec::new(),
-    };
+    let mut outcome = Outcome::default();
     loop {
         let left = limit.saturating_sub(started.elapsed());
         match lines.recv_timeout(left) {
@@ -186,13 +183,20 @@ impl Outcome {
         }
         if let Some(code) = line.strip_prefix(EXIT_MARK) {
             self.exit_code = code.parse().ok();
+            self.started = false;
+            return;
+        }
+        if line == START_MARK {
+            self.started = true;
             return;
         }
         if self.last_lines.len() == KEPT_LINES {
             self.last_lines.remove(0);
         }
         self.last_lines.push(line.clone());
-        each(&line);
+        if self.started || line == PROBE_MARK {
+            each(&line);
+        }
     }
 }
 
@@ -229,14 +233,15 @@ mod tests {
 
     #[test]
     fn the_exit_mark_is_read_and_not_shown() {
-        let mut outcome = Outcome {
-            exit_code: None,
-            seconds: 0.0,
-            timed_out: false,
-            last_lines: Vec::new(),
-        };
+        let mut outcome = Outcome::default();
         let mut shown = Vec::new();
-        for line in ["PASS a", "weir-vm exit 3"] {
+        for line in [
+            "Booting",
+            "weir-vm start",
+            "PASS a",
+            "weir-vm exit 3",
+            "reboot: Power down",
+        ] {
             outcome.take(line, &mut |l| shown.push(l.to_owned()));
         }
         assert_eq!(outcome.exit_code, Some(3));
