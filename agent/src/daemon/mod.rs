@@ -20,6 +20,7 @@ use weir_agent::config::Config;
 use weir_agent::feed::{self, FeedHandle};
 use weir_agent::kernel::{self, Kernel, Limits, NodeIdentity, PodPrograms};
 use weir_agent::netlink::{self, Netlink, base};
+use weir_agent::pods;
 
 /// Held by the one agent of a node.
 const LOCK_NAME: &str = "agent.lock";
