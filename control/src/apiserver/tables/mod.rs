@@ -1,9 +1,19 @@
 //! Columns and cells of `kubectl get`. Pure: the present time is an argument.
+//!
+//! Names, order and cell texts are what scripts around kubectl expect from any Kubernetes server.
+
+mod cluster;
+mod columns;
+mod network;
+mod pods;
+mod row;
+mod workloads;
 
 use jiff::Timestamp;
 use serde_json::Value;
 
 use super::registry::Gvk;
+use row::Row;
 
 /// One column of a Table.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -21,27 +31,30 @@ pub struct Column {
 /// Columns of a kind; kinds without own columns have Name and Created At.
 #[must_use]
 pub fn columns(gvk: Gvk<'_>) -> Vec<Column> {
-    let _ = gvk;
-    let column = |name, kind, format| Column {
-        name,
-        kind,
-        format,
-        description: "",
-        priority: 0,
-    };
-    vec![
-        column("Name", "string", "name"),
-        column("Created At", "date", ""),
-    ]
+    columns::of(gvk)
 }
 
 /// Cells of one object, one per column.
 #[must_use]
 pub fn cells(gvk: Gvk<'_>, object: &Value, now: Timestamp) -> Vec<Value> {
-    let _ = (gvk, now);
-    let metadata = &object["metadata"];
-    vec![
-        metadata["name"].clone(),
-        metadata["creationTimestamp"].clone(),
-    ]
+    let row = Row::new(object, now);
+    let own = match (gvk.group, gvk.kind) {
+        ("", "Pod") => Some(pods::pod(&row)),
+        ("apps" | "batch", kind) => workloads::cells(kind, &row),
+        ("", "ReplicationController" | "PodTemplate") => workloads::cells(gvk.kind, &row),
+        ("", "Service" | "Endpoints") => network::cells(gvk.kind, &row),
+        ("discovery.k8s.io" | "networking.k8s.io", kind) => network::cells(kind, &row),
+        (group, kind) => cluster::cells(group, kind, &row),
+    };
+    own.unwrap_or_else(|| {
+        vec![
+            row.name(),
+            row.at("/metadata/creationTimestamp")
+                .cloned()
+                .unwrap_or(Value::Null),
+        ]
+    })
 }
+
+#[cfg(test)]
+mod tests;
