@@ -74,8 +74,11 @@ pub(crate) async fn run(config: Config) -> Result<()> {
     let apply = tokio::spawn(applier.run(shutdown.clone()));
     tokio::spawn(collect_flows(node.kernel, shutdown.clone()));
     if config.pods.is_some() {
+        let runner = pods::start(&config, &feed, shutdown.clone())?;
+        let config = Arc::clone(&config);
         tokio::spawn(node_report::run(
-            Arc::clone(&config),
+            config,
+            runner,
             feed,
             ready,
             shutdown.clone(),
