@@ -1,5 +1,14 @@
 //! One file or folder per controller: a pure core (state in, actions out, time as a value) and a thin runtime around it.
 
+mod batch;
+mod deployment;
+mod endpointslice;
+mod gc;
+mod namespace;
+mod node;
+mod pod_gc;
+pub(crate) mod pods;
+mod replicaset;
 pub(crate) mod runtime;
 
 use std::sync::Arc;
@@ -9,7 +18,9 @@ use tokio_util::sync::CancellationToken;
 
 pub use self::runtime::Informers;
 use self::runtime::events::Recorder;
+use self::runtime::queue::Queue;
 use self::runtime::session::Context;
+use self::runtime::worker::{self, Controller, KeyQueue};
 use crate::client::ObjectClient;
 use crate::config::Network;
 
@@ -34,8 +45,42 @@ pub async fn run(
         informers,
         recorder,
     };
-    let mut tasks = JoinSet::new();
-    let _ = (&settings, &context);
-    tasks.spawn(async move { shutdown.cancelled().await });
+    let mut all = Starter {
+        context: &context,
+        shutdown: &shutdown,
+        tasks: JoinSet::new(),
+    };
+    let Settings {
+        network,
+        ca_certificate_pem,
+    } = settings;
+    all.start(|context, queue| deployment::Deployments::new(context, queue));
+    all.start(|context, queue| replicaset::ReplicaSets::new(context, queue));
+    all.start(|context, queue| endpointslice::EndpointSlices::new(context, queue));
+    all.start(|context, queue| node::Nodes::new(context, queue, network));
+    all.start(|context, queue| node::eviction::TaintEviction::new(context, queue));
+    all.start(|context, queue| pod_gc::PodGc::new(context, queue));
+    let namespaces =
+        all.start(|context, queue| namespace::Namespaces::new(context, queue, ca_certificate_pem));
+    let mut tasks = all.tasks;
+    tasks.spawn(gc::run(context.clone(), namespaces, shutdown.clone()));
     while tasks.join_next().await.is_some() {}
+}
+
+struct Starter<'a> {
+    context: &'a Context,
+    shutdown: &'a CancellationToken,
+    tasks: JoinSet<()>,
+}
+
+impl Starter<'_> {
+    /// Makes a controller with its queue and starts its workers.
+    fn start<C: Controller>(&mut self, make: impl FnOnce(&Context, &KeyQueue) -> C) -> KeyQueue {
+        let queue: KeyQueue = Arc::new(Queue::new());
+        let controller = make(self.context, &queue);
+        let (context, shutdown) = (self.context.clone(), self.shutdown.clone());
+        self.tasks
+            .spawn(worker::run(controller, context, queue.clone(), shutdown));
+        queue
+    }
 }

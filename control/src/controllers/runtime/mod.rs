@@ -4,6 +4,7 @@
 pub(crate) mod events;
 pub(crate) mod informer;
 pub(crate) mod object;
+pub(crate) mod quantity;
 pub(crate) mod queue;
 pub(crate) mod reflect;
 pub(crate) mod selector;

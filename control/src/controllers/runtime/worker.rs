@@ -62,6 +62,15 @@ pub(crate) fn enqueue_owners(
         });
 }
 
+/// An object that changed or went away since it was read is no failure: the news of it leads to another look.
+pub(crate) fn tolerate_change<T>(result: Result<T, ApiError>) -> Result<Option<T>, ApiError> {
+    match result {
+        Ok(value) => Ok(Some(value)),
+        Err(e) if e.is_not_found() || e.is_conflict() => Ok(None),
+        Err(e) => Err(e),
+    }
+}
+
 /// Works until shutdown.
 pub(crate) async fn run<C: Controller>(
     controller: C,
