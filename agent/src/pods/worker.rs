@@ -619,3 +619,10 @@ pub(crate) struct Handle {
     pub(crate) inbox: mpsc::Sender<Input>,
     pub(crate) task: tokio::task::JoinHandle<()>,
 }
+
+impl Drop for Handle {
+    /// The runner ended, or the worker did: pods are left as they are.
+    fn drop(&mut self) {
+        self.task.abort();
+    }
+}
