@@ -1,3 +1,4 @@
 //! Topology builder, case runner and the test tiers that need more than one room.
 
 pub mod cases;
+pub mod topology;

@@ -1,0 +1,220 @@
+//! What the node tests share: the built programs, a CNI runtime, and programs that only remember.
+
+use std::collections::BTreeMap;
+use std::io::{Read as _, Write as _};
+use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream};
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::sync::{Mutex, OnceLock};
+use std::time::Duration;
+
+use anyhow::Context as _;
+use serde_json::{Value, json};
+use weir_agent::kernel::{AttachError, PodLink, PodPrograms};
+use weir_tests::topology::{self, Namespace};
+
+/// A connection inside one machine that takes longer has lost its SYN.
+const CONNECT_PATIENCE: Duration = Duration::from_secs(3);
+
+/// Says why a test is left out, or `false` when it can run.
+pub(crate) fn skipped(test: &str) -> bool {
+    if let Some(why) = topology::missing() {
+        println!("SKIPPED {test}: {why}");
+        return true;
+    }
+    false
+}
+
+/// A program of this workspace, built when first asked for.
+pub(crate) fn program(package: &str, name: &str) -> PathBuf {
+    static BUILT: OnceLock<Mutex<BTreeMap<String, PathBuf>>> = OnceLock::new();
+    let mut built = BUILT.get_or_init(Mutex::default).lock().unwrap();
+    if let Some(path) = built.get(name) {
+        return path.clone();
+    }
+    let status = Command::new(env!("CARGO"))
+        .args(["build", "--quiet", "--package", package, "--bin", name])
+        .current_dir(Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap())
+        .status()
+        .unwrap();
+    assert!(status.success(), "build {name}");
+    // target/PROFILE/deps/node-HASH -> target/PROFILE/NAME. A copy, since another build may replace the file.
+    let test = std::env::current_exe().unwrap();
+    let path = test.parent().unwrap().parent().unwrap().join(name);
+    let copy = std::env::temp_dir().join(format!("weirt-{}-{name}", std::process::id()));
+    std::fs::copy(&path, &copy).unwrap();
+    built.insert(name.into(), copy.clone());
+    copy
+}
+
+/// Plays the container runtime of one node.
+pub(crate) struct Runtime {
+    pub(crate) plugin: PathBuf,
+    pub(crate) socket: PathBuf,
+    pub(crate) state_dir: PathBuf,
+    pub(crate) version: &'static str,
+}
+
+impl Runtime {
+    pub(crate) fn new(dir: &Path) -> Self {
+        Self {
+            plugin: program("weir-cni", "weir-cni"),
+            socket: dir.join("cni.sock"),
+            state_dir: dir.to_path_buf(),
+            version: "1.1.0",
+        }
+    }
+
+    /// Calls the plugin as a runtime does; errors carry the error object of the specification.
+    pub(crate) fn call(
+        &self,
+        command: &str,
+        container: &str,
+        netns: Option<&Path>,
+        extra: Value,
+    ) -> Result<Value, Value> {
+        let mut config = json!({
+            "cniVersion": self.version,
+            "name": "weir",
+            "type": "weir-cni",
+            "socket": self.socket,
+            "stateDir": self.state_dir,
+        });
+        if let (Some(config), Value::Object(extra)) = (config.as_object_mut(), extra) {
+            config.extend(extra);
+        }
+        let mut child = Command::new(&self.plugin)
+            .env_clear()
+            .env("CNI_COMMAND", command)
+            .env("CNI_CONTAINERID", container)
+            .env("CNI_IFNAME", "eth0")
+            .env("CNI_NETNS", netns.unwrap_or(Path::new("")))
+            .env("CNI_PATH", "/opt/cni/bin")
+            .env(
+                "CNI_ARGS",
+                "IgnoreUnknown=1;K8S_POD_NAMESPACE=default;K8S_POD_NAME=web",
+            )
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::inherit())
+            .spawn()
+            .unwrap();
+        let _ = child
+            .stdin
+            .take()
+            .unwrap()
+            .write_all(config.to_string().as_bytes());
+        let output = child.wait_with_output().unwrap();
+        let value = if output.stdout.is_empty() {
+            Value::Null
+        } else {
+            serde_json::from_slice(&output.stdout).unwrap()
+        };
+        match output.status.code() {
+            Some(0) => Ok(value),
+            Some(1) => Err(value),
+            other => panic!("weir-cni ended with {other:?}"),
+        }
+    }
+
+    pub(crate) fn add(&self, container: &str, pod: &Namespace) -> Result<Value, Value> {
+        self.call("ADD", container, Some(&pod.path()), Value::Null)
+    }
+
+    pub(crate) fn del(&self, container: &str) -> Result<Value, Value> {
+        self.call("DEL", container, None, Value::Null)
+    }
+
+    pub(crate) fn check(
+        &self,
+        container: &str,
+        pod: &Namespace,
+        previous: &Value,
+    ) -> Result<Value, Value> {
+        self.call(
+            "CHECK",
+            container,
+            Some(&pod.path()),
+            json!({ "prevResult": previous }),
+        )
+    }
+}
+
+/// Addresses of an ADD result, without prefix length.
+pub(crate) fn addresses(result: &Value) -> Vec<IpAddr> {
+    result["ips"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .map(|ip| {
+            ip["address"]
+                .as_str()
+                .unwrap()
+                .split('/')
+                .next()
+                .unwrap()
+                .parse()
+                .unwrap()
+        })
+        .collect()
+}
+
+/// Remembers what is attached; refuses when told to. Packets then go by the kernel's routes alone.
+#[derive(Debug, Default)]
+pub(crate) struct Remembered {
+    pub(crate) pods: Mutex<BTreeMap<u32, PodLink>>,
+    pub(crate) refuse: Mutex<bool>,
+}
+
+impl PodPrograms for Remembered {
+    fn attach_pod(&self, link: &PodLink) -> Result<(), AttachError> {
+        if *self.refuse.lock().unwrap() {
+            return Err(AttachError {
+                step: "attach from_pod",
+                link: link.host_name.clone(),
+                source: "refused by the test".into(),
+            });
+        }
+        self.pods.lock().unwrap().insert(link.ifindex, link.clone());
+        Ok(())
+    }
+
+    fn detach_pod(&self, ifindex: u32, addresses: &[IpAddr]) -> Result<(), AttachError> {
+        let mut pods = self.pods.lock().unwrap();
+        pods.retain(|index, link| {
+            *index != ifindex && !link.addresses.iter().any(|a| addresses.contains(a))
+        });
+        Ok(())
+    }
+
+    fn is_attached(&self, link: &PodLink) -> bool {
+        self.pods.lock().unwrap().get(&link.ifindex) == Some(link)
+    }
+}
+
+/// One TCP exchange from one namespace to an address in another; the client's address as the server saw it.
+pub(crate) fn talk(from: &Namespace, to: &Namespace, address: IpAddr) -> IpAddr {
+    let (listener, port) = to
+        .enter(|| {
+            let listener = TcpListener::bind((address, 0))?;
+            let port = listener.local_addr()?.port();
+            Ok((listener, port))
+        })
+        .unwrap();
+    let server = std::thread::spawn(move || {
+        let (mut stream, peer) = listener.accept().unwrap();
+        stream.write_all(b"hello").unwrap();
+        peer.ip()
+    });
+    from.enter(|| {
+        let target = SocketAddr::new(address, port);
+        let mut stream = TcpStream::connect_timeout(&target, CONNECT_PATIENCE)
+            .with_context(|| format!("connect to {target}"))?;
+        let mut answer = String::new();
+        stream.read_to_string(&mut answer)?;
+        assert_eq!(answer, "hello");
+        Ok(())
+    })
+    .unwrap();
+    server.join().unwrap()
+}
