@@ -8,6 +8,8 @@ mod strict;
 
 use serde_json::Value;
 
+pub(crate) use protobuf::wire;
+
 use super::registry::Gvk;
 use super::schema::normalize::{FieldError, normalize};
 use super::schema::schema;

@@ -122,7 +122,10 @@ pub struct Schema {
     kinds: HashMap<(&'static str, &'static str, &'static str), TypeId>,
 }
 
-static SCHEMA: LazyLock<Schema> = LazyLock::new(|| table::parse(include_str!("types.tsv")));
+/// The text of the table.
+pub(crate) const TABLE: &str = include_str!("types.tsv");
+
+static SCHEMA: LazyLock<Schema> = LazyLock::new(|| table::parse(TABLE));
 
 /// The group of the kinds that exist in every group version, such as DeleteOptions.
 pub const META_GROUP: &str = "meta.k8s.io";

@@ -68,7 +68,8 @@ pub(super) fn cells(group: &str, kind: &str, row: &Row<'_>) -> Option<Vec<Value>
             row.age(),
             row.text("/preemptionPolicy").into(),
         ],
-        (_, kind) => return runtime_and_storage(kind, row),
+        ("node.k8s.io" | "storage.k8s.io", kind) => return runtime_and_storage(kind, row),
+        _ => return None,
     })
 }
 
