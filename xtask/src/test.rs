@@ -78,6 +78,13 @@ fn missing_installer(programs: &[&str]) -> Option<String> {
     })
 }
 
+/// Test targets of the tiers that plain `cargo test` leaves out: package, target, arguments.
+const SUITES: [(Tier, &str, &str, &[&str]); 3] = [
+    (Tier::Node, "weir-tests", "node", &[]),
+    (Tier::Node, "weir-agent", "pods", &["--", "--ignored"]),
+    (Tier::Cluster, "weir-tests", "cluster", &[]),
+];
+
 /// Tests by result.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Counts {
@@ -152,6 +159,9 @@ fn prepare(repo: &Repo, tiers: &[Tier]) -> Result<()> {
     let mut purposes = vec![Purpose::Ebpf];
     for tier in tiers {
         match tier {
+            Tier::Node if tier.obstacle().is_none() => {
+                purposes.extend([Purpose::Cluster, Purpose::NodeTests]);
+            }
             Tier::Cluster if tier.obstacle().is_none() => purposes.push(Purpose::Cluster),
             Tier::Vm if tier.obstacle().is_none() => purposes.push(Purpose::Vm),
             _ => {}
@@ -174,7 +184,13 @@ fn run_tier(repo: &Repo, tier: Tier) -> Result<Counts> {
                 // One dev build serves the tests and the cluster that they start.
                 artifacts::product(repo, artifacts::Profile::Dev)?;
             }
-            cargo_test(repo, &["--package", "weir-tests", "--test", tier.name()])
+            let mut counts = Counts::default();
+            for (_, package, target, args) in SUITES.iter().filter(|(t, ..)| *t == tier) {
+                let mut all = vec!["--package", package, "--test", target];
+                all.extend(*args);
+                counts.add(cargo_test(repo, &all)?);
+            }
+            Ok(counts)
         }
     }
 }

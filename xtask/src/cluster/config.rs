@@ -176,7 +176,11 @@ fn program(
     for path in version_of {
         hasher.update(std::fs::read(path).with_context(|| format!("read {}", path.display()))?);
     }
-    let mut env = BTreeMap::from([(MARK.to_owned(), cluster.dir.display().to_string())]);
+    let mut env = BTreeMap::from([
+        (MARK.to_owned(), cluster.dir.display().to_string()),
+        // Logs are files.
+        ("NO_COLOR".to_owned(), "1".to_owned()),
+    ]);
     if let Ok(filter) = std::env::var("RUST_LOG") {
         env.insert("RUST_LOG".into(), filter);
     }

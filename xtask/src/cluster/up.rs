@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 use std::io::{BufRead as _, BufReader};
 use std::net::{Ipv4Addr, SocketAddr, TcpListener};
+use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::Duration;
@@ -382,13 +383,17 @@ fn wait_control(repo: &Repo, cluster: &Cluster, spec: &Spec) -> Result<()> {
 /// The administrator's kubeconfig for the loopback listener, readable by its owner only.
 fn write_kubeconfig(cluster: &Cluster, spec: &Spec) -> Result<()> {
     let address = spec.listen.context("no API address")?;
-    let mut ask = Command::new(cluster.bin().join("weir-control"));
-    ask.arg("kubeconfig")
+    let mut make = Command::new(cluster.bin().join("weir-control"));
+    make.arg("kubeconfig")
         .arg("--config")
         .arg(config::control_config(cluster));
-    ask.arg("--server").arg(format!("https://{address}"));
-    let text = output(&mut ask).context("make the kubeconfig")?;
-    write_atomically(&cluster.kubeconfig(), text.as_bytes(), 0o600)
+    make.arg("--server")
+        .arg(format!("https://{address}"))
+        .arg("--out")
+        .arg(cluster.kubeconfig());
+    quiet(&mut make).context("make the kubeconfig")?;
+    std::fs::set_permissions(cluster.kubeconfig(), std::fs::Permissions::from_mode(0o600))
+        .context("close the kubeconfig to others")
 }
 
 fn issue_credentials(cluster: &Cluster, index: u32) -> Result<()> {
