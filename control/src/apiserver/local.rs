@@ -1,6 +1,8 @@
 //! The API for the rooms in this process: the same path as HTTP, without bytes.
 
-use std::sync::Arc;
+use std::borrow::Cow;
+use std::collections::BTreeSet;
+use std::sync::{Arc, Mutex, PoisonError};
 
 use async_trait::async_trait;
 use serde_json::{Value, json};
@@ -9,9 +11,9 @@ use tokio::sync::mpsc;
 use super::api::{Api, DeleteRequest, ListQuery, PatchRequest, Target, WriteOptions, read_view};
 use super::codec::FieldValidation;
 use super::object;
-use super::registry::{ResourceDef, SubresourceKind};
+use super::registry::{ResourceDef, SubresourceKind, Text, Verb};
 use crate::client::{
-    DeleteOptions, EventKind, List, ObjectClient, PatchKind, Resource, WatchEvent,
+    CatalogEntry, DeleteOptions, EventKind, List, ObjectClient, PatchKind, Resource, WatchEvent,
 };
 use crate::status::ApiError;
 use crate::store::{Event, StoreError};
@@ -172,11 +174,55 @@ impl ObjectClient for LocalClient {
             .map(|_| ())
     }
 
+    fn catalog(&self) -> Vec<CatalogEntry> {
+        let registry = self.api.registry();
+        let stored = registry.iter().filter(|def| {
+            let topic = if def.group.is_empty() {
+                "core"
+            } else {
+                &*def.group
+            };
+            let own_topic = def.storage.split_once('/') == Some((topic, &*def.plural));
+            let reads = [Verb::List, Verb::Watch, Verb::Delete];
+            own_topic
+                && def.storage_version == def.api_version()
+                && reads.iter().all(|verb| def.allows(*verb))
+        });
+        stored
+            .map(|def| CatalogEntry {
+                resource: Resource {
+                    group: interned(&def.group),
+                    version: interned(&def.version),
+                    plural: interned(&def.plural),
+                },
+                kind: interned(&def.kind),
+                namespaced: def.namespaced,
+            })
+            .collect()
+    }
+
     async fn bind(&self, namespace: &str, pod: &str, node: &str) -> Result<(), ApiError> {
         let binding = json!({"target": {"kind": "Node", "name": node}});
         self.api
             .bind(namespace, pod, &binding, &self.options())
             .await
+    }
+}
+
+/// Names of resources that are defined at run time live as long as the process; each is kept once.
+fn interned(text: &Text) -> &'static str {
+    static NAMES: Mutex<BTreeSet<&'static str>> = Mutex::new(BTreeSet::new());
+    match text {
+        Cow::Borrowed(name) => name,
+        Cow::Owned(name) => {
+            let mut names = NAMES.lock().unwrap_or_else(PoisonError::into_inner);
+            if let Some(known) = names.get(name.as_str()) {
+                return known;
+            }
+            let kept: &'static str = Box::leak(name.clone().into_boxed_str());
+            names.insert(kept);
+            kept
+        }
     }
 }
 

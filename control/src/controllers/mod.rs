@@ -4,12 +4,16 @@ mod batch;
 mod deployment;
 mod endpointslice;
 mod gc;
+#[cfg(test)]
+pub(crate) mod harness;
 mod namespace;
 mod node;
 mod pod_gc;
 pub(crate) mod pods;
 mod replicaset;
 pub(crate) mod runtime;
+#[cfg(test)]
+mod tests;
 
 use std::sync::Arc;
 

@@ -54,7 +54,7 @@ fn namespaced(
     plural: &'static str,
 ) -> ResourceDef {
     let storage = if group.is_empty() {
-        plural.to_owned()
+        format!("core/{plural}")
     } else {
         format!("{group}/{plural}")
     };
