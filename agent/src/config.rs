@@ -91,6 +91,8 @@ pub struct Dns {
     pub upstreams: Vec<SocketAddr>,
     /// Seconds; TTL of cluster records.
     pub ttl_s: u32,
+    /// "insecure" (any address below NAMESPACE.pod exists, as kubeadm sets it up) or "disabled".
+    pub pods: crate::dns::PodRecords,
 }
 
 impl Default for Dns {
@@ -100,6 +102,7 @@ impl Default for Dns {
             resolv_conf: "/etc/resolv.conf".into(),
             upstreams: Vec::new(),
             ttl_s: 30,
+            pods: crate::dns::PodRecords::Insecure,
         }
     }
 }

@@ -1,0 +1,321 @@
+//! The cluster's names: built from desired state, kept up from what deltas touched. [pure]
+//!
+//! Rules: Kubernetes DNS specification 1.1.0, and what clients rely on beyond it (labels and PTR records for endpoints
+//! of every Service).
+
+use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
+
+use control_api::desired::{Changes, DesiredState, Name as ObjectName};
+use control_api::v1::{self, Protocol, ServiceType};
+use hickory_proto::rr::Name;
+use ipnetwork::IpNetwork;
+
+/// Whether names like 10-244-1-30.NAMESPACE.pod.ZONE exist.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum PodRecords {
+    Disabled,
+    /// Every address exists in every namespace, as kubeadm sets up CoreDNS.
+    #[default]
+    Insecure,
+}
+
+/// What is set rather than learned from the feed.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Options {
+    /// Seconds, of cluster records; also the negative TTL.
+    pub ttl_s: u32,
+    pub pods: PodRecords,
+    /// Endpoints without a hostname are named after their pod instead of their address.
+    pub endpoint_pod_names: bool,
+    /// A Service with a cluster IP and no ready endpoint does not exist.
+    pub ignore_empty_service: bool,
+    /// Zones whose missing names are asked elsewhere.
+    pub fallthrough: Vec<Name>,
+    /// Networks whose reverse zones are answered here, besides those of the feed's configuration.
+    pub reverse: Vec<IpNetwork>,
+}
+
+impl Default for Options {
+    fn default() -> Self {
+        Self {
+            ttl_s: 30,
+            pods: PodRecords::default(),
+            endpoint_pod_names: false,
+            ignore_empty_service: false,
+            fallthrough: Vec::new(),
+            reverse: Vec::new(),
+        }
+    }
+}
+
+/// Addresses of one name.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(super) struct Addresses {
+    pub(super) v4: BTreeSet<Ipv4Addr>,
+    pub(super) v6: BTreeSet<Ipv6Addr>,
+}
+
+impl Addresses {
+    fn insert(&mut self, address: IpAddr) {
+        match address {
+            IpAddr::V4(v4) => self.v4.insert(v4),
+            IpAddr::V6(v6) => self.v6.insert(v6),
+        };
+    }
+
+    fn iter(&self) -> impl Iterator<Item = IpAddr> + '_ {
+        let v4 = self.v4.iter().copied().map(IpAddr::V4);
+        v4.chain(self.v6.iter().copied().map(IpAddr::V6))
+    }
+}
+
+/// A port as SRV records tell it. Protocols are labels without the underscore.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) struct Port {
+    pub(super) name: String,
+    pub(super) protocol: &'static str,
+    pub(super) port: u16,
+}
+
+/// What one endpoint label stands for.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(super) struct Endpoint {
+    pub(super) addresses: Addresses,
+    pub(super) ports: BTreeSet<Port>,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) enum Kind {
+    ClusterIp { addresses: Addresses, ports: Vec<Port> },
+    Headless,
+    External(String),
+}
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Service {
+    pub(super) kind: Kind,
+    /// Ready endpoints by label.
+    pub(super) endpoints: BTreeMap<String, Endpoint>,
+}
+
+/// Where a PTR record leads.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) struct PtrTarget {
+    pub(super) namespace: String,
+    pub(super) service: String,
+    /// None for a cluster IP.
+    pub(super) label: Option<String>,
+}
+
+/// See the module documentation.
+#[derive(Clone, Debug)]
+pub struct Zone {
+    pub(super) options: Options,
+    pub(super) name: Name,
+    pub(super) reverse: Vec<IpNetwork>,
+    pub(super) name_servers: Addresses,
+    pub(super) namespaces: HashSet<String>,
+    pub(super) services: HashMap<String, HashMap<String, Service>>,
+    pub(super) pointers: BTreeMap<IpAddr, BTreeSet<PtrTarget>>,
+    pub(super) serial: u32,
+    pub(super) synced: bool,
+}
+
+/// Used until the feed says otherwise, so that names of the usual zone are never forwarded meanwhile.
+const DEFAULT_ZONE: &str = "cluster.local.";
+
+impl Zone {
+    /// An empty zone that knows nothing yet: missing names are SERVFAIL.
+    #[must_use]
+    pub fn new(options: Options) -> Self {
+        Self {
+            reverse: options.reverse.clone(),
+            options,
+            name: Name::from_ascii(DEFAULT_ZONE).unwrap_or_default(),
+            name_servers: Addresses::default(),
+            namespaces: HashSet::new(),
+            services: HashMap::new(),
+            pointers: BTreeMap::new(),
+            serial: 0,
+            synced: false,
+        }
+    }
+
+    /// From now on a name that is missing here does not exist.
+    pub fn set_synced(&mut self) {
+        self.synced = true;
+    }
+
+    /// Addresses that lead to cluster DNS itself.
+    pub(super) fn dns_addresses(&self) -> Vec<IpAddr> {
+        self.name_servers.iter().collect()
+    }
+
+    /// Takes a state and what of it changed.
+    pub fn update(&mut self, state: &DesiredState, changes: &Changes) {
+        self.serial = u32::try_from(state.revision & u64::from(u32::MAX)).unwrap_or_default();
+        if changes.everything || changes.config {
+            self.configure(&state.config);
+        }
+        if changes.everything {
+            self.services.clear();
+            self.pointers.clear();
+            let mut slices: HashMap<(&str, &str), Vec<&v1::EndpointSlice>> = HashMap::new();
+            for slice in state.endpoint_slices.values() {
+                slices.entry((&slice.namespace, &slice.service)).or_default().push(slice);
+            }
+            for (name, service) in &state.services {
+                let own = slices.remove(&(&*name.namespace, &*name.name)).unwrap_or_default();
+                self.insert(name, service, own.into_iter());
+            }
+            return;
+        }
+        for name in &changes.services {
+            self.remove(name);
+            if let Some(service) = state.services.get(name) {
+                self.insert(name, service, state.slices_of(name));
+            }
+        }
+    }
+
+    fn configure(&mut self, config: &v1::ClusterConfig) {
+        if let Ok(mut name) = Name::from_ascii(&config.cluster_domain)
+            && !name.is_root()
+        {
+            name.set_fqdn(true);
+            self.name = name.to_lowercase();
+        }
+        let networks = config.service_cidrs.iter().chain(&config.pod_cidrs);
+        self.reverse = self.options.reverse.clone();
+        self.reverse.extend(networks.filter_map(|cidr| cidr.parse::<IpNetwork>().ok()));
+        self.name_servers = Addresses::default();
+        for address in config.dns_ips.iter().filter_map(|ip| ip.parse().ok()) {
+            self.name_servers.insert(address);
+        }
+        self.namespaces = config.namespaces.iter().cloned().collect();
+    }
+
+    fn insert<'a>(
+        &mut self,
+        name: &ObjectName,
+        service: &v1::Service,
+        slices: impl Iterator<Item = &'a v1::EndpointSlice>,
+    ) {
+        let service = self.translate(service, slices);
+        for (address, label) in service.pointers() {
+            let target = PtrTarget {
+                namespace: name.namespace.clone(),
+                service: name.name.clone(),
+                label: label.map(str::to_owned),
+            };
+            self.pointers.entry(address).or_default().insert(target);
+        }
+        let namespace = self.services.entry(name.namespace.clone()).or_default();
+        namespace.insert(name.name.clone(), service);
+    }
+
+    fn remove(&mut self, name: &ObjectName) {
+        let Some(services) = self.services.get_mut(&name.namespace) else { return };
+        let Some(service) = services.remove(&name.name) else { return };
+        if services.is_empty() {
+            self.services.remove(&name.namespace);
+        }
+        for (address, _) in service.pointers() {
+            let Some(targets) = self.pointers.get_mut(&address) else { continue };
+            targets.retain(|t| t.namespace != name.namespace || t.service != name.name);
+            if targets.is_empty() {
+                self.pointers.remove(&address);
+            }
+        }
+    }
+
+    fn translate<'a>(
+        &self,
+        service: &v1::Service,
+        slices: impl Iterator<Item = &'a v1::EndpointSlice>,
+    ) -> Service {
+        if service.r#type() == ServiceType::ExternalName {
+            let kind = Kind::External(service.external_name.clone());
+            return Service { kind, endpoints: BTreeMap::new() };
+        }
+        let mut endpoints: BTreeMap<String, Endpoint> = BTreeMap::new();
+        for slice in slices {
+            let ports: BTreeSet<Port> = slice
+                .ports
+                .iter()
+                .filter_map(|p| port(&p.name, p.protocol(), p.port))
+                .collect();
+            // publishNotReadyAddresses needs no case of its own: such endpoints are reported ready.
+            for endpoint in slice.endpoints.iter().filter(|e| e.ready) {
+                for address in endpoint.addresses.iter().filter_map(|a| a.parse::<IpAddr>().ok()) {
+                    let label = self.label(endpoint, address);
+                    let entry = endpoints.entry(label).or_default();
+                    entry.addresses.insert(address);
+                    entry.ports.extend(ports.iter().cloned());
+                }
+            }
+        }
+        let kind = if service.headless || service.cluster_ips.is_empty() {
+            Kind::Headless
+        } else {
+            let mut addresses = Addresses::default();
+            for address in service.cluster_ips.iter().filter_map(|ip| ip.parse().ok()) {
+                addresses.insert(address);
+            }
+            let ports =
+                service.ports.iter().filter_map(|p| port(&p.name, p.protocol(), p.port)).collect();
+            Kind::ClusterIp { addresses, ports }
+        };
+        Service { kind, endpoints }
+    }
+
+    /// The label of an endpoint below its Service.
+    fn label(&self, endpoint: &v1::Endpoint, address: IpAddr) -> String {
+        if !endpoint.hostname.is_empty() {
+            return endpoint.hostname.to_ascii_lowercase();
+        }
+        if self.options.endpoint_pod_names
+            && let Some((_, pod)) = endpoint.target_pod.split_once('/')
+        {
+            return pod.to_owned();
+        }
+        address.to_string().replace(['.', ':'], "-")
+    }
+}
+
+impl Service {
+    /// True when the Service's own name exists.
+    pub(super) fn exists(&self, options: &Options) -> bool {
+        match self.kind {
+            Kind::ClusterIp { .. } => !options.ignore_empty_service || !self.endpoints.is_empty(),
+            Kind::Headless => !self.endpoints.is_empty(),
+            Kind::External(_) => true,
+        }
+    }
+
+    /// Addresses that lead back to this Service, with the label of the endpoint; none for a cluster IP.
+    fn pointers(&self) -> impl Iterator<Item = (IpAddr, Option<&str>)> {
+        let own = match &self.kind {
+            Kind::ClusterIp { addresses, .. } => Some(addresses),
+            _ => None,
+        };
+        let own = own.into_iter().flat_map(Addresses::iter).map(|address| (address, None));
+        let endpoints = self.endpoints.iter().flat_map(|(label, endpoint)| {
+            endpoint.addresses.iter().map(move |address| (address, Some(label.as_str())))
+        });
+        own.chain(endpoints)
+    }
+}
+
+fn port(name: &str, protocol: Protocol, port: u32) -> Option<Port> {
+    let protocol = match protocol {
+        Protocol::Tcp => "tcp",
+        Protocol::Udp => "udp",
+        Protocol::Sctp => "sctp",
+        Protocol::Unspecified => return None,
+    };
+    let port = u16::try_from(port).ok()?;
+    Some(Port { name: name.to_ascii_lowercase(), protocol, port })
+}
