@@ -71,8 +71,12 @@ impl Cache {
 
     /// Keeps an answer when it may be kept.
     pub(super) fn put(&mut self, key: Key, message: &[u8], now: Instant) {
-        let Some(facts) = Facts::read(message) else { return };
-        let Some(lifetime) = facts.lifetime() else { return };
+        let Some(facts) = Facts::read(message) else {
+            return;
+        };
+        let Some(lifetime) = facts.lifetime() else {
+            return;
+        };
         self.remove(&key);
         if self.entries.len() >= MAX_ENTRIES || self.bytes + message.len() > MAX_BYTES {
             self.make_room();
@@ -126,8 +130,9 @@ struct Facts {
 impl Facts {
     fn read(message: &[u8]) -> Option<Self> {
         let answers = read_u16(message, 6)?;
-        let records =
-            u32::from(answers) + u32::from(read_u16(message, 8)?) + u32::from(read_u16(message, 10)?);
+        let records = u32::from(answers)
+            + u32::from(read_u16(message, 8)?)
+            + u32::from(read_u16(message, 10)?);
         let mut facts = Self {
             rcode: message.get(3)? & 0x0f,
             truncated: message.get(2)? & 0x02 != 0,
@@ -186,9 +191,13 @@ fn skip_name(message: &[u8], mut at: usize) -> Option<usize> {
 }
 
 fn read_u16(message: &[u8], at: usize) -> Option<u16> {
-    Some(u16::from_be_bytes(message.get(at..at.checked_add(2)?)?.try_into().ok()?))
+    Some(u16::from_be_bytes(
+        message.get(at..at.checked_add(2)?)?.try_into().ok()?,
+    ))
 }
 
 fn read_u32(message: &[u8], at: usize) -> Option<u32> {
-    Some(u32::from_be_bytes(message.get(at..at.checked_add(4)?)?.try_into().ok()?))
+    Some(u32::from_be_bytes(
+        message.get(at..at.checked_add(4)?)?.try_into().ok()?,
+    ))
 }

@@ -43,7 +43,10 @@ pub(super) enum ForwardError {
     #[error("the question cannot be encoded")]
     Encode,
     #[error("no upstream server answered; the last one tried, {server}, failed: {source}")]
-    Failed { server: SocketAddr, source: std::io::Error },
+    Failed {
+        server: SocketAddr,
+        source: std::io::Error,
+    },
 }
 
 #[derive(Debug)]
@@ -90,13 +93,17 @@ impl Forwarder {
             .iter()
             .take(MAX_UPSTREAMS)
             .map(|address| {
-                known.iter().find(|u| u.address == *address).cloned().unwrap_or_else(|| {
-                    Arc::new(Upstream {
-                        address: *address,
-                        failures: AtomicU32::new(0),
-                        probing: AtomicBool::new(false),
+                known
+                    .iter()
+                    .find(|u| u.address == *address)
+                    .cloned()
+                    .unwrap_or_else(|| {
+                        Arc::new(Upstream {
+                            address: *address,
+                            failures: AtomicU32::new(0),
+                            probing: AtomicBool::new(false),
+                        })
                     })
-                })
             })
             .collect();
     }
@@ -125,7 +132,9 @@ impl Forwarder {
         }
         self.metrics.cache_misses.inc();
         let _permit = self.permits.try_acquire().map_err(|_| ForwardError::Busy)?;
-        let query = request.upstream_query(rand::random()).ok_or(ForwardError::Encode)?;
+        let query = request
+            .upstream_query(rand::random())
+            .ok_or(ForwardError::Encode)?;
         // A chain's rest has to be whole: its answer is put together here.
         let whole = request.transport() == Transport::Tcp || !request.is_relay();
         let message = self.ask_any(&query, whole).await?;
@@ -139,20 +148,27 @@ impl Forwarder {
             return Err(ForwardError::NoUpstream);
         }
         let start = self.next.fetch_add(1, Ordering::Relaxed) % upstreams.len();
-        let mut order: Vec<&Arc<Upstream>> =
-            upstreams[start..].iter().chain(&upstreams[..start]).collect();
+        let mut order: Vec<&Arc<Upstream>> = upstreams[start..]
+            .iter()
+            .chain(&upstreams[..start])
+            .collect();
         order.sort_by_key(|upstream| upstream.is_down());
         let mut failed_answer = None;
-        let mut last = (order[0].address, std::io::Error::from(std::io::ErrorKind::TimedOut));
+        let mut last = (
+            order[0].address,
+            std::io::Error::from(std::io::ErrorKind::TimedOut),
+        );
         for (tried, upstream) in order.iter().enumerate() {
             let more = order.get(tried + 1).is_some_and(|next| !next.is_down());
             let timeout = if more { TRY_TIMEOUT } else { LAST_TRY_TIMEOUT };
             let began = Instant::now();
-            let answer = tokio::time::timeout(timeout, exchange(upstream.address, query, whole)).await;
+            let answer =
+                tokio::time::timeout(timeout, exchange(upstream.address, query, whole)).await;
             match answer.unwrap_or_else(|_| Err(std::io::ErrorKind::TimedOut.into())) {
                 Ok(message) => {
                     upstream.failures.store(0, Ordering::Relaxed);
-                    self.metrics.forwarded(upstream.address, rcode(&message), began.elapsed());
+                    self.metrics
+                        .forwarded(upstream.address, rcode(&message), began.elapsed());
                     if rcode(&message) != RCODE_SERV_FAIL {
                         return Ok(message);
                     }
@@ -160,18 +176,26 @@ impl Forwarder {
                 }
                 Err(error) => {
                     self.metrics.forward_failed(upstream.address);
-                    if upstream.failures.fetch_add(1, Ordering::Relaxed) + 1 >= FAILURES_UNTIL_DOWN {
+                    if upstream.failures.fetch_add(1, Ordering::Relaxed) + 1 >= FAILURES_UNTIL_DOWN
+                    {
                         probe_until_up(upstream);
                     }
                     last = (upstream.address, error);
                     // Servers that are down are not waited for after one that was not.
-                    if tried + 1 < order.len() && !more && !upstream.is_down() && failed_answer.is_some() {
+                    if tried + 1 < order.len()
+                        && !more
+                        && !upstream.is_down()
+                        && failed_answer.is_some()
+                    {
                         break;
                     }
                 }
             }
         }
-        failed_answer.ok_or(ForwardError::Failed { server: last.0, source: last.1 })
+        failed_answer.ok_or(ForwardError::Failed {
+            server: last.0,
+            source: last.1,
+        })
     }
 }
 
@@ -189,7 +213,9 @@ fn probe_until_up(upstream: &Arc<Upstream>) {
     tokio::spawn(async move {
         loop {
             tokio::time::sleep(PROBE_INTERVAL).await;
-            let Some(upstream) = upstream.upgrade() else { return };
+            let Some(upstream) = upstream.upgrade() else {
+                return;
+            };
             let answer = tokio::time::timeout(TRY_TIMEOUT, exchange_udp(upstream.address, &PROBE));
             if matches!(answer.await, Ok(Ok(_))) {
                 upstream.failures.store(0, Ordering::Relaxed);
@@ -203,7 +229,11 @@ fn probe_until_up(upstream: &Arc<Upstream>) {
 async fn exchange(server: SocketAddr, query: &[u8], whole: bool) -> std::io::Result<Vec<u8>> {
     let message = exchange_udp(server, query).await?;
     let truncated = message.get(2).is_some_and(|flags| flags & 0x02 != 0);
-    if truncated && whole { exchange_tcp(server, query).await } else { Ok(message) }
+    if truncated && whole {
+        exchange_tcp(server, query).await
+    } else {
+        Ok(message)
+    }
 }
 
 /// A socket of its own for every question: its port is as hard to guess as its id.
@@ -236,16 +266,25 @@ async fn exchange_tcp(server: SocketAddr, query: &[u8]) -> std::io::Result<Vec<u
     let length = stream.read_u16().await?;
     let mut message = vec![0; length.into()];
     stream.read_exact(&mut message).await?;
-    if answers(&message, query) { Ok(message) } else { Err(invalid()) }
+    if answers(&message, query) {
+        Ok(message)
+    } else {
+        Err(invalid())
+    }
 }
 
 /// True for a response with the query's id and question.
 fn answers(message: &[u8], query: &[u8]) -> bool {
-    let Some(end) = question_end(query) else { return false };
-    let same_question = message.get(12..end).zip(query.get(12..end)).is_some_and(|(a, b)| {
-        // Lengths of labels are below 64, so ignoring case changes letters only.
-        a.eq_ignore_ascii_case(b)
-    });
+    let Some(end) = question_end(query) else {
+        return false;
+    };
+    let same_question = message
+        .get(12..end)
+        .zip(query.get(12..end))
+        .is_some_and(|(a, b)| {
+            // Lengths of labels are below 64, so ignoring case changes letters only.
+            a.eq_ignore_ascii_case(b)
+        });
     message.get(..2) == query.get(..2)
         && message.get(2).is_some_and(|flags| flags & 0x80 != 0)
         && same_question

@@ -44,10 +44,25 @@ enum Node<'a> {
     Apex,
     NameServer,
     Version,
-    Service { namespace: String, name: String, service: &'a Service },
-    Endpoint { namespace: String, name: String, label: String, endpoint: &'a Endpoint },
+    Service {
+        namespace: String,
+        name: String,
+        service: &'a Service,
+    },
+    Endpoint {
+        namespace: String,
+        name: String,
+        label: String,
+        endpoint: &'a Endpoint,
+    },
     /// _PORT._PROTOCOL below a Service.
-    Ports { namespace: String, name: String, service: &'a Service, port: String, protocol: String },
+    Ports {
+        namespace: String,
+        name: String,
+        service: &'a Service,
+        port: String,
+        protocol: String,
+    },
     Pod(IpAddr),
 }
 
@@ -65,13 +80,22 @@ impl Zone {
             return Lookup::NotOurs;
         };
         let missing = found.rcode == ResponseCode::NXDomain;
-        if missing && self.options.fallthrough.iter().any(|zone| zone.zone_of(name)) {
+        if missing
+            && self
+                .options
+                .fallthrough
+                .iter()
+                .any(|zone| zone.zone_of(name))
+        {
             return Lookup::NotOurs;
         }
         let negative = missing || (found.records.is_empty() && found.chase.is_none());
         if negative && !self.synced {
             // What is missing here may exist: the first complete state has not come yet.
-            let answer = Answer { rcode: ResponseCode::ServFail, ..Answer::default() };
+            let answer = Answer {
+                rcode: ResponseCode::ServFail,
+                ..Answer::default()
+            };
             return Lookup::Ours(answer);
         }
         Lookup::Ours(found)
@@ -83,7 +107,14 @@ impl Zone {
         loop {
             let node = self.node(&owner);
             let external = match &node {
-                Node::Service { service: Service { kind: Kind::External(target), .. }, .. } => target,
+                Node::Service {
+                    service:
+                        Service {
+                            kind: Kind::External(target),
+                            ..
+                        },
+                    ..
+                } => target,
                 _ => {
                     self.end_chain(&owner, &node, record_type, rotation, &mut answer);
                     return answer;
@@ -95,7 +126,9 @@ impl Zone {
             };
             target.set_fqdn(true);
             let looped = target == *name || answer.records.iter().any(|r| r.name == target);
-            answer.records.push(self.record(&owner, RData::CNAME(CNAME(target.clone()))));
+            answer
+                .records
+                .push(self.record(&owner, RData::CNAME(CNAME(target.clone()))));
             if looped || record_type == RecordType::CNAME || answer.records.len() >= MAX_CHAIN {
                 return answer;
             }
@@ -137,24 +170,35 @@ impl Zone {
 
     /// RFC 8482: one small record in place of everything.
     fn any(&self, owner: &Name) -> Vec<Record> {
-        vec![self.record(owner, RData::HINFO(HINFO::new("RFC8482".into(), String::new())))]
+        vec![self.record(
+            owner,
+            RData::HINFO(HINFO::new("RFC8482".into(), String::new())),
+        )]
     }
 
     fn plain(&self, owner: &Name, node: &Node<'_>, record_type: RecordType) -> Vec<Record> {
         match (node, record_type) {
             (Node::Apex, RecordType::SOA) => vec![self.soa(owner)],
-            (Node::Apex, RecordType::NS) => {
-                self.name_server().map(|ns| self.record(owner, RData::NS(NS(ns)))).into_iter().collect()
-            }
+            (Node::Apex, RecordType::NS) => self
+                .name_server()
+                .map(|ns| self.record(owner, RData::NS(NS(ns))))
+                .into_iter()
+                .collect(),
             (Node::Version, RecordType::TXT) => {
                 let text = TXT::new(vec![SCHEMA_VERSION.into()]);
-                vec![Record::from_rdata(owner.clone(), SCHEMA_VERSION_TTL_S, RData::TXT(text))]
+                vec![Record::from_rdata(
+                    owner.clone(),
+                    SCHEMA_VERSION_TTL_S,
+                    RData::TXT(text),
+                )]
             }
             (Node::NameServer, _) => self.addresses(owner, &self.name_servers, record_type),
             (Node::Endpoint { endpoint, .. }, _) => {
                 self.addresses(owner, &endpoint.addresses, record_type)
             }
-            (Node::Pod(IpAddr::V4(v4)), RecordType::A) => vec![self.record(owner, RData::A(A(*v4)))],
+            (Node::Pod(IpAddr::V4(v4)), RecordType::A) => {
+                vec![self.record(owner, RData::A(A(*v4)))]
+            }
             (Node::Pod(IpAddr::V6(v6)), RecordType::AAAA) => {
                 vec![self.record(owner, RData::AAAA(AAAA(*v6)))]
             }
@@ -173,25 +217,52 @@ impl Zone {
         }
     }
 
-    fn addresses(&self, owner: &Name, addresses: &Addresses, record_type: RecordType) -> Vec<Record> {
+    fn addresses(
+        &self,
+        owner: &Name,
+        addresses: &Addresses,
+        record_type: RecordType,
+    ) -> Vec<Record> {
         match record_type {
-            RecordType::A => {
-                addresses.v4.iter().map(|ip| self.record(owner, RData::A(A(*ip)))).collect()
-            }
-            RecordType::AAAA => {
-                addresses.v6.iter().map(|ip| self.record(owner, RData::AAAA(AAAA(*ip)))).collect()
-            }
+            RecordType::A => addresses
+                .v4
+                .iter()
+                .map(|ip| self.record(owner, RData::A(A(*ip))))
+                .collect(),
+            RecordType::AAAA => addresses
+                .v6
+                .iter()
+                .map(|ip| self.record(owner, RData::AAAA(AAAA(*ip))))
+                .collect(),
             _ => Vec::new(),
         }
     }
 
     fn srv(&self, owner: &Name, node: &Node<'_>, additionals: &mut Vec<Record>) -> Vec<Record> {
         let (namespace, name, service, wanted) = match node {
-            Node::Service { namespace, name, service } => (namespace, name, *service, None),
-            Node::Ports { namespace, name, service, port, protocol } => {
-                (namespace, name, *service, Some((port.as_str(), protocol.as_str())))
-            }
-            Node::Endpoint { namespace, name, label, endpoint } => {
+            Node::Service {
+                namespace,
+                name,
+                service,
+            } => (namespace, name, *service, None),
+            Node::Ports {
+                namespace,
+                name,
+                service,
+                port,
+                protocol,
+            } => (
+                namespace,
+                name,
+                *service,
+                Some((port.as_str(), protocol.as_str())),
+            ),
+            Node::Endpoint {
+                namespace,
+                name,
+                label,
+                endpoint,
+            } => {
                 let target = self.target(namespace, name, Some(label));
                 let ports = endpoint.ports.iter();
                 return self.srv_of(owner, target, ports, None, &endpoint.addresses, additionals);
@@ -226,7 +297,9 @@ impl Zone {
         addresses: &Addresses,
         additionals: &mut Vec<Record>,
     ) -> Vec<Record> {
-        let Some(target) = target else { return Vec::new() };
+        let Some(target) = target else {
+            return Vec::new();
+        };
         let records: Vec<Record> = ports
             .filter(|p| wanted.is_none_or(|w| w == (p.name.as_str(), p.protocol)))
             .map(|p| {
@@ -282,7 +355,9 @@ impl Zone {
                 Err(_) => return Node::Missing,
             }
         }
-        let Some(kind) = labels.pop() else { return Node::Apex };
+        let Some(kind) = labels.pop() else {
+            return Node::Apex;
+        };
         match (kind.as_str(), labels.as_slice()) {
             ("dns-version", []) => Node::Version,
             ("dns", []) => Node::Empty,
@@ -298,23 +373,35 @@ impl Zone {
     }
 
     fn below_svc(&self, mut labels: Vec<String>) -> Node<'_> {
-        let Some(namespace) = labels.pop() else { return Node::Empty };
+        let Some(namespace) = labels.pop() else {
+            return Node::Empty;
+        };
         if !self.namespace_exists(&namespace) {
             return Node::Missing;
         }
-        let Some(name) = labels.pop() else { return Node::Empty };
+        let Some(name) = labels.pop() else {
+            return Node::Empty;
+        };
         let services = self.services.get(&namespace);
-        let Some(service) =
-            services.and_then(|s| s.get(&name)).filter(|s| s.exists(&self.options))
+        let Some(service) = services
+            .and_then(|s| s.get(&name))
+            .filter(|s| s.exists(&self.options))
         else {
             return Node::Missing;
         };
         match labels.as_mut_slice() {
-            [] => Node::Service { namespace, name, service },
+            [] => Node::Service {
+                namespace,
+                name,
+                service,
+            },
             [label] => match service.endpoints.get(label) {
-                Some(endpoint) => {
-                    Node::Endpoint { namespace, name, label: std::mem::take(label), endpoint }
-                }
+                Some(endpoint) => Node::Endpoint {
+                    namespace,
+                    name,
+                    label: std::mem::take(label),
+                    endpoint,
+                },
                 None if service.has_protocol(label) => Node::Empty,
                 None => Node::Missing,
             },
@@ -324,12 +411,20 @@ impl Zone {
                 else {
                     return Node::Missing;
                 };
-                if !service.ports().any(|p| p.name == port && p.protocol == protocol && !port.is_empty())
+                if !service
+                    .ports()
+                    .any(|p| p.name == port && p.protocol == protocol && !port.is_empty())
                 {
                     return Node::Missing;
                 }
                 let (port, protocol) = (port.to_owned(), protocol.to_owned());
-                Node::Ports { namespace, name, service, port, protocol }
+                Node::Ports {
+                    namespace,
+                    name,
+                    service,
+                    port,
+                    protocol,
+                }
             }
             _ => Node::Missing,
         }
@@ -387,7 +482,9 @@ impl Zone {
         let names = targets
             .into_iter()
             .filter_map(|t| self.target(&t.namespace, &t.service, t.label.as_deref()));
-        names.map(|name| self.record(owner, RData::PTR(PTR(name)))).collect()
+        names
+            .map(|name| self.record(owner, RData::PTR(PTR(name))))
+            .collect()
     }
 }
 
@@ -403,7 +500,8 @@ impl Service {
     /// True for _PROTOCOL when a named port lies below it: the name exists (RFC 8020).
     fn has_protocol(&self, label: &str) -> bool {
         label.strip_prefix('_').is_some_and(|protocol| {
-            self.ports().any(|p| p.protocol == protocol && !p.name.is_empty())
+            self.ports()
+                .any(|p| p.protocol == protocol && !p.name.is_empty())
         })
     }
 }
@@ -414,7 +512,8 @@ fn parse_dashed(label: &str) -> Option<IpAddr> {
         return None;
     }
     let v4 = label.replace('-', ".").parse::<Ipv4Addr>().map(IpAddr::V4);
-    v4.or_else(|_| label.replace('-', ":").parse::<Ipv6Addr>().map(IpAddr::V6)).ok()
+    v4.or_else(|_| label.replace('-', ":").parse::<Ipv6Addr>().map(IpAddr::V6))
+        .ok()
 }
 
 /// A name below in-addr.arpa or ip6.arpa: one address, or a range of them when it has fewer labels.
@@ -426,7 +525,9 @@ struct Reverse {
 impl Reverse {
     fn parse(name: &Name) -> Option<Self> {
         let labels: Vec<&[u8]> = name.iter().collect();
-        let [digits @ .., tree, arpa] = labels.as_slice() else { return None };
+        let [digits @ .., tree, arpa] = labels.as_slice() else {
+            return None;
+        };
         if !arpa.eq_ignore_ascii_case(b"arpa") {
             return None;
         }
@@ -437,7 +538,10 @@ impl Reverse {
                 let value = decimal(label)?;
                 (first[i], last[i]) = (value, value);
             }
-            return Some(Self { first: Ipv4Addr::from(first).into(), last: Ipv4Addr::from(last).into() });
+            return Some(Self {
+                first: Ipv4Addr::from(first).into(),
+                last: Ipv4Addr::from(last).into(),
+            });
         }
         if tree.eq_ignore_ascii_case(b"ip6") && digits.len() <= 32 {
             let mut first = 0u128;
@@ -449,7 +553,10 @@ impl Reverse {
                 first |= value << shift;
                 last &= !((0xf ^ value) << shift);
             }
-            return Some(Self { first: Ipv6Addr::from(first).into(), last: Ipv6Addr::from(last).into() });
+            return Some(Self {
+                first: Ipv6Addr::from(first).into(),
+                last: Ipv6Addr::from(last).into(),
+            });
         }
         None
     }
@@ -484,14 +591,24 @@ fn whole_labels(network: IpNetwork) -> usize {
 fn apex_range(network: IpNetwork) -> (IpAddr, IpAddr) {
     match network {
         IpNetwork::V4(v4) => {
-            let host = u32::MAX.checked_shr(8 * u32::from(v4.prefix() / 8)).unwrap_or(0);
+            let host = u32::MAX
+                .checked_shr(8 * u32::from(v4.prefix() / 8))
+                .unwrap_or(0);
             let first = u32::from(v4.network()) & !host;
-            (Ipv4Addr::from(first).into(), Ipv4Addr::from(first | host).into())
+            (
+                Ipv4Addr::from(first).into(),
+                Ipv4Addr::from(first | host).into(),
+            )
         }
         IpNetwork::V6(v6) => {
-            let host = u128::MAX.checked_shr(4 * u32::from(v6.prefix() / 4)).unwrap_or(0);
+            let host = u128::MAX
+                .checked_shr(4 * u32::from(v6.prefix() / 4))
+                .unwrap_or(0);
             let first = u128::from(v6.network()) & !host;
-            (Ipv6Addr::from(first).into(), Ipv6Addr::from(first | host).into())
+            (
+                Ipv6Addr::from(first).into(),
+                Ipv6Addr::from(first | host).into(),
+            )
         }
     }
 }

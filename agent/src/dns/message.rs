@@ -52,25 +52,44 @@ pub fn handle(
     recursion: bool,
     rotation: usize,
 ) -> Step {
-    let Ok(query) = Message::from_bytes(packet) else { return malformed(packet) };
+    let Ok(query) = Message::from_bytes(packet) else {
+        return malformed(packet);
+    };
     if query.message_type == MessageType::Response {
         return Step::Drop;
     }
     let request = |name: Name, record_type, chain| {
-        Step::Ask(Box::new(Request { query: query.clone(), transport, chain, name, record_type }))
+        Step::Ask(Box::new(Request {
+            query: query.clone(),
+            transport,
+            chain,
+            name,
+            record_type,
+        }))
     };
     if let Some(rcode) = refusal(&query) {
-        return Step::Reply(reply(&query, transport, recursion, false, &Answer {
-            rcode,
-            ..Answer::default()
-        }));
+        return Step::Reply(reply(
+            &query,
+            transport,
+            recursion,
+            false,
+            &Answer {
+                rcode,
+                ..Answer::default()
+            },
+        ));
     }
-    let Some(question) = query.queries.first() else { return Step::Drop };
+    let Some(question) = query.queries.first() else {
+        return Step::Drop;
+    };
     let (name, record_type) = (question.name(), question.query_type());
     let answer = match zone.lookup(name, record_type, rotation) {
         Lookup::NotOurs if recursion => return request(name.clone(), record_type, None),
         Lookup::NotOurs => {
-            let answer = Answer { rcode: ResponseCode::Refused, ..Answer::default() };
+            let answer = Answer {
+                rcode: ResponseCode::Refused,
+                ..Answer::default()
+            };
             return Step::Reply(reply(&query, transport, recursion, false, &answer));
         }
         Lookup::Ours(answer) => answer,
@@ -86,7 +105,9 @@ fn refusal(query: &Message) -> Option<ResponseCode> {
     if query.op_code != OpCode::Query {
         return Some(ResponseCode::NotImp);
     }
-    let [question] = query.queries.as_slice() else { return Some(ResponseCode::FormErr) };
+    let [question] = query.queries.as_slice() else {
+        return Some(ResponseCode::FormErr);
+    };
     if query.edns.as_ref().is_some_and(|edns| edns.version() != 0) {
         return Some(ResponseCode::BADVERS);
     }
@@ -139,7 +160,10 @@ impl Request {
 
     #[must_use]
     pub fn wants_dnssec(&self) -> bool {
-        self.query.edns.as_ref().is_some_and(|edns| edns.flags().dnssec_ok)
+        self.query
+            .edns
+            .as_ref()
+            .is_some_and(|edns| edns.flags().dnssec_ok)
     }
 
     #[must_use]
@@ -159,12 +183,17 @@ impl Request {
             return self.fail(ResponseCode::ServFail);
         };
         upstream[..2].copy_from_slice(&self.query.id.to_be_bytes());
-        if let Some(name) = self.query.queries.first().and_then(|q| q.name().to_bytes().ok())
+        if let Some(name) = self
+            .query
+            .queries
+            .first()
+            .and_then(|q| q.name().to_bytes().ok())
             && HEADER_BYTES + name.len() + 4 == question_end
         {
             upstream[HEADER_BYTES..HEADER_BYTES + name.len()].copy_from_slice(&name);
         }
-        if self.transport == Transport::Udp && upstream.len() > usize::from(udp_limit(&self.query)) {
+        if self.transport == Transport::Udp && upstream.len() > usize::from(udp_limit(&self.query))
+        {
             return self.cut(&upstream, question_end);
         }
         upstream
@@ -204,7 +233,10 @@ impl Request {
     /// An answer that says only what went wrong.
     #[must_use]
     pub fn fail(&self, rcode: ResponseCode) -> Vec<u8> {
-        let answer = Answer { rcode, ..Answer::default() };
+        let answer = Answer {
+            rcode,
+            ..Answer::default()
+        };
         reply(&self.query, self.transport, true, false, &answer)
     }
 }

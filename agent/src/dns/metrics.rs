@@ -14,7 +14,9 @@ use prometheus_client::registry::Registry;
 use super::message::Transport;
 
 /// Seconds. Cluster names answer in microseconds, forwarded ones in up to seconds.
-const BUCKETS: [f64; 10] = [0.000_05, 0.000_25, 0.001, 0.004, 0.016, 0.064, 0.25, 1.0, 2.0, 4.0];
+const BUCKETS: [f64; 10] = [
+    0.000_05, 0.000_25, 0.001, 0.004, 0.016, 0.064, 0.25, 1.0, 2.0, 4.0,
+];
 
 type Labels<const N: usize> = [(&'static str, String); N];
 
@@ -77,14 +79,20 @@ impl Metrics {
 
     pub(super) fn response(&self, reply: &[u8], took: Duration) {
         let low = reply.get(3).map_or(0, |flags| flags & 0x0f);
-        self.responses.get_or_create(&[("rcode", rcode_name(low))]).inc();
+        self.responses
+            .get_or_create(&[("rcode", rcode_name(low))])
+            .inc();
         self.duration.observe(took.as_secs_f64());
     }
 
     pub(super) fn forwarded(&self, to: SocketAddr, rcode: u8, took: Duration) {
         let to = to.to_string();
-        self.forward_requests.get_or_create(&[("to", to.clone())]).inc();
-        self.forward_duration.get_or_create(&[("to", to.clone())]).observe(took.as_secs_f64());
+        self.forward_requests
+            .get_or_create(&[("to", to.clone())])
+            .inc();
+        self.forward_duration
+            .get_or_create(&[("to", to.clone())])
+            .observe(took.as_secs_f64());
         let labels = [("to", to), ("rcode", rcode_name(rcode))];
         self.forward_responses.get_or_create(&labels).inc();
     }
@@ -116,17 +124,37 @@ impl DnsMetrics {
     pub fn register(&self, registry: &mut Registry) {
         let m = &self.0;
         registry.register("coredns_dns_requests", "DNS requests", m.requests.clone());
-        registry.register("coredns_dns_responses", "DNS responses", m.responses.clone());
+        registry.register(
+            "coredns_dns_responses",
+            "DNS responses",
+            m.responses.clone(),
+        );
         registry.register(
             "coredns_dns_request_duration_seconds",
             "Time to answer",
             m.duration.clone(),
         );
-        registry.register("coredns_dns_dropped", "Packets without an answer", m.dropped.clone());
-        registry.register("coredns_cache_requests", "Cache lookups", m.cache_requests.clone());
+        registry.register(
+            "coredns_dns_dropped",
+            "Packets without an answer",
+            m.dropped.clone(),
+        );
+        registry.register(
+            "coredns_cache_requests",
+            "Cache lookups",
+            m.cache_requests.clone(),
+        );
         registry.register("coredns_cache_hits", "Cache hits", m.cache_hits.clone());
-        registry.register("coredns_cache_misses", "Cache misses", m.cache_misses.clone());
-        registry.register("coredns_cache_entries", "Cache entries", m.cache_entries.clone());
+        registry.register(
+            "coredns_cache_misses",
+            "Cache misses",
+            m.cache_misses.clone(),
+        );
+        registry.register(
+            "coredns_cache_entries",
+            "Cache entries",
+            m.cache_entries.clone(),
+        );
         registry.register(
             "coredns_forward_requests",
             "Questions put to an upstream server",

@@ -39,7 +39,10 @@ const UPSTREAM_REFRESH: Duration = Duration::from_secs(30);
 #[derive(Debug, thiserror::Error)]
 pub enum DnsError {
     #[error("listen for DNS on {address}: {source}; set dns.port to a free port")]
-    Bind { address: SocketAddr, source: std::io::Error },
+    Bind {
+        address: SocketAddr,
+        source: std::io::Error,
+    },
 }
 
 /// A running server. It ends at shutdown.
@@ -66,7 +69,10 @@ impl DnsHandle {
     /// True once missing names are said not to exist.
     #[must_use]
     pub fn is_synced(&self) -> bool {
-        self.zone.read().unwrap_or_else(PoisonError::into_inner).synced
+        self.zone
+            .read()
+            .unwrap_or_else(PoisonError::into_inner)
+            .synced
     }
 }
 
@@ -81,12 +87,19 @@ pub fn start(
 ) -> Result<DnsHandle, DnsError> {
     let port = config.dns.port;
     let metrics = Arc::new(Metrics::default());
-    let options =
-        Options { ttl_s: config.dns.ttl_s, pods: config.dns.pods, ..Options::default() };
+    let options = Options {
+        ttl_s: config.dns.ttl_s,
+        pods: config.dns.pods,
+        ..Options::default()
+    };
     let zone = Arc::new(RwLock::new(Zone::new(options)));
     let upstreams = upstream::discover(config, &[]);
     let forwarder = Forwarder::new(&upstreams, Arc::clone(&metrics));
-    let server = Arc::new(Server::new(Arc::clone(&zone), forwarder, Arc::clone(&metrics)));
+    let server = Arc::new(Server::new(
+        Arc::clone(&zone),
+        forwarder,
+        Arc::clone(&metrics),
+    ));
     let mut tasks = JoinSet::new();
     let mut addresses = Vec::new();
     for ip in &config.node_ips {
@@ -95,7 +108,10 @@ pub fn start(
         tasks.spawn(Arc::clone(&server).udp(udp));
         tasks.spawn(Arc::clone(&server).tcp(tcp));
     }
-    for ip in [IpAddr::from(Ipv4Addr::LOCALHOST), IpAddr::from(Ipv6Addr::LOCALHOST)] {
+    for ip in [
+        IpAddr::from(Ipv4Addr::LOCALHOST),
+        IpAddr::from(Ipv6Addr::LOCALHOST),
+    ] {
         if config.node_ips.contains(&ip) {
             continue;
         }
@@ -115,13 +131,22 @@ pub fn start(
         shutdown.cancelled().await;
         tasks.shutdown().await;
     });
-    Ok(DnsHandle { metrics, zone, addresses })
+    Ok(DnsHandle {
+        metrics,
+        zone,
+        addresses,
+    })
 }
 
 /// Keeps the zone current.
 async fn follow(server: Arc<Server>, mut updates: Updates) {
     loop {
-        let Update { state, changes, origin, committed_at_us } = updates.next().await;
+        let Update {
+            state,
+            changes,
+            origin,
+            committed_at_us,
+        } = updates.next().await;
         {
             let mut zone = server.zone.write().unwrap_or_else(PoisonError::into_inner);
             zone.update(&state, &changes);
@@ -137,15 +162,23 @@ async fn follow(server: Arc<Server>, mut updates: Updates) {
 
 fn seconds_since(at_us: i64) -> f64 {
     let at = UNIX_EPOCH + Duration::from_micros(at_us.unsigned_abs());
-    SystemTime::now().duration_since(at).unwrap_or_default().as_secs_f64()
+    SystemTime::now()
+        .duration_since(at)
+        .unwrap_or_default()
+        .as_secs_f64()
 }
 
 /// Follows resolv.conf, and drops servers that turn out to be ourselves once the cluster's DNS address is known.
 async fn refresh_upstreams(server: Arc<Server>, config: Config) {
     loop {
         tokio::time::sleep(UPSTREAM_REFRESH).await;
-        let cluster_dns =
-            server.zone.read().unwrap_or_else(PoisonError::into_inner).dns_addresses();
-        server.forwarder.set_upstreams(&upstream::discover(&config, &cluster_dns));
+        let cluster_dns = server
+            .zone
+            .read()
+            .unwrap_or_else(PoisonError::into_inner)
+            .dns_addresses();
+        server
+            .forwarder
+            .set_upstreams(&upstream::discover(&config, &cluster_dns));
     }
 }

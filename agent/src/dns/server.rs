@@ -40,7 +40,11 @@ pub(super) struct Server {
 }
 
 impl Server {
-    pub(super) fn new(zone: Arc<RwLock<Zone>>, forwarder: Forwarder, metrics: Arc<Metrics>) -> Self {
+    pub(super) fn new(
+        zone: Arc<RwLock<Zone>>,
+        forwarder: Forwarder,
+        metrics: Arc<Metrics>,
+    ) -> Self {
         Self {
             zone,
             forwarder,
@@ -60,7 +64,9 @@ impl Server {
 
     async fn ask(&self, request: &Request) -> Vec<u8> {
         let answer = self.forwarder.ask(request).await;
-        self.metrics.cache_entries.set(i64::try_from(self.forwarder.cache_entries()).unwrap_or(0));
+        self.metrics
+            .cache_entries
+            .set(i64::try_from(self.forwarder.cache_entries()).unwrap_or(0));
         match answer {
             Ok(message) if request.is_relay() => request.relay(message),
             Ok(message) => request.finish(Some(&message)),
@@ -112,7 +118,9 @@ impl Server {
 
     pub(super) async fn tcp(self: Arc<Self>, listener: TcpListener) {
         loop {
-            let Ok(permit) = Arc::clone(&self.connections).acquire_owned().await else { return };
+            let Ok(permit) = Arc::clone(&self.connections).acquire_owned().await else {
+                return;
+            };
             let (stream, client) = match listener.accept().await {
                 Ok(accepted) => accepted,
                 Err(error) => {

@@ -88,7 +88,10 @@ pub(super) struct Endpoint {
 
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Kind {
-    ClusterIp { addresses: Addresses, ports: Vec<Port> },
+    ClusterIp {
+        addresses: Addresses,
+        ports: Vec<Port>,
+    },
     Headless,
     External(String),
 }
@@ -164,10 +167,15 @@ impl Zone {
             self.pointers.clear();
             let mut slices: HashMap<(&str, &str), Vec<&v1::EndpointSlice>> = HashMap::new();
             for slice in state.endpoint_slices.values() {
-                slices.entry((&slice.namespace, &slice.service)).or_default().push(slice);
+                slices
+                    .entry((&slice.namespace, &slice.service))
+                    .or_default()
+                    .push(slice);
             }
             for (name, service) in &state.services {
-                let own = slices.remove(&(&*name.namespace, &*name.name)).unwrap_or_default();
+                let own = slices
+                    .remove(&(&*name.namespace, &*name.name))
+                    .unwrap_or_default();
                 self.insert(name, service, own.into_iter());
             }
             return;
@@ -189,7 +197,8 @@ impl Zone {
         }
         let networks = config.service_cidrs.iter().chain(&config.pod_cidrs);
         self.reverse = self.options.reverse.clone();
-        self.reverse.extend(networks.filter_map(|cidr| cidr.parse::<IpNetwork>().ok()));
+        self.reverse
+            .extend(networks.filter_map(|cidr| cidr.parse::<IpNetwork>().ok()));
         self.name_servers = Addresses::default();
         for address in config.dns_ips.iter().filter_map(|ip| ip.parse().ok()) {
             self.name_servers.insert(address);
@@ -217,13 +226,19 @@ impl Zone {
     }
 
     fn remove(&mut self, name: &ObjectName) {
-        let Some(services) = self.services.get_mut(&name.namespace) else { return };
-        let Some(service) = services.remove(&name.name) else { return };
+        let Some(services) = self.services.get_mut(&name.namespace) else {
+            return;
+        };
+        let Some(service) = services.remove(&name.name) else {
+            return;
+        };
         if services.is_empty() {
             self.services.remove(&name.namespace);
         }
         for (address, _) in service.pointers() {
-            let Some(targets) = self.pointers.get_mut(&address) else { continue };
+            let Some(targets) = self.pointers.get_mut(&address) else {
+                continue;
+            };
             targets.retain(|t| t.namespace != name.namespace || t.service != name.name);
             if targets.is_empty() {
                 self.pointers.remove(&address);
@@ -238,7 +253,10 @@ impl Zone {
     ) -> Service {
         if service.r#type() == ServiceType::ExternalName {
             let kind = Kind::External(service.external_name.clone());
-            return Service { kind, endpoints: BTreeMap::new() };
+            return Service {
+                kind,
+                endpoints: BTreeMap::new(),
+            };
         }
         let mut endpoints: BTreeMap<String, Endpoint> = BTreeMap::new();
         for slice in slices {
@@ -249,7 +267,11 @@ impl Zone {
                 .collect();
             // publishNotReadyAddresses needs no case of its own: such endpoints are reported ready.
             for endpoint in slice.endpoints.iter().filter(|e| e.ready) {
-                for address in endpoint.addresses.iter().filter_map(|a| a.parse::<IpAddr>().ok()) {
+                for address in endpoint
+                    .addresses
+                    .iter()
+                    .filter_map(|a| a.parse::<IpAddr>().ok())
+                {
                     let label = self.label(endpoint, address);
                     let entry = endpoints.entry(label).or_default();
                     entry.addresses.insert(address);
@@ -264,8 +286,11 @@ impl Zone {
             for address in service.cluster_ips.iter().filter_map(|ip| ip.parse().ok()) {
                 addresses.insert(address);
             }
-            let ports =
-                service.ports.iter().filter_map(|p| port(&p.name, p.protocol(), p.port)).collect();
+            let ports = service
+                .ports
+                .iter()
+                .filter_map(|p| port(&p.name, p.protocol(), p.port))
+                .collect();
             Kind::ClusterIp { addresses, ports }
         };
         Service { kind, endpoints }
@@ -301,9 +326,15 @@ impl Service {
             Kind::ClusterIp { addresses, .. } => Some(addresses),
             _ => None,
         };
-        let own = own.into_iter().flat_map(Addresses::iter).map(|address| (address, None));
+        let own = own
+            .into_iter()
+            .flat_map(Addresses::iter)
+            .map(|address| (address, None));
         let endpoints = self.endpoints.iter().flat_map(|(label, endpoint)| {
-            endpoint.addresses.iter().map(move |address| (address, Some(label.as_str())))
+            endpoint
+                .addresses
+                .iter()
+                .map(move |address| (address, Some(label.as_str())))
         });
         own.chain(endpoints)
     }
@@ -317,5 +348,9 @@ fn port(name: &str, protocol: Protocol, port: u32) -> Option<Port> {
         Protocol::Unspecified => return None,
     };
     let port = u16::try_from(port).ok()?;
-    Some(Port { name: name.to_ascii_lowercase(), protocol, port })
+    Some(Port {
+        name: name.to_ascii_lowercase(),
+        protocol,
+        port,
+    })
 }
