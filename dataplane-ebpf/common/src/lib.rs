@@ -1,4 +1,44 @@
 //! Map layouts and packet decisions, shared by the eBPF programs and the host.
 //!
-//! Pure and `no_std`: no I/O, no clock, no allocation. Nothing here names aya.
+//! Pure and `no_std`: no I/O, no clock, no allocation. Nothing here names aya. The eBPF crate implements [`Tables`]
+//! with maps, tests implement it with ordinary collections, and both run the same [`path`].
+//!
+//! Rules of this room, all of them set by the kernel's verifier: results are fully initialised `repr(C)` values with a
+//! kind field (an enum with data leaves bytes undefined), functions are inlined, loops have a constant bound.
 #![cfg_attr(not(any(test, feature = "std")), no_std)]
+
+pub mod address;
+pub mod checksum;
+pub mod flow;
+pub mod layout;
+pub mod packet;
+pub mod path;
+pub mod reason;
+mod service;
+pub mod tables;
+
+#[cfg(test)]
+mod tests;
+
+pub use address::{Family, Port, V4, V6};
+pub use tables::Tables;
+
+/// Part of the pin path: a layout that changes takes a new number, so that programs never read maps of another shape.
+pub const ABI_VERSION: u32 = 1;
+
+/// Source that a backend on the node itself sees when the client is a process of the same node: the node's own
+/// address would come in as a martian. Routed back over the host link.
+pub const HOST_SNAT_V4: [u8; 4] = [169, 254, 1, 2];
+
+/// As [`HOST_SNAT_V4`], for IPv6.
+pub const HOST_SNAT_V6: [u8; 16] = [0xfe, 0x80, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 2];
+
+/// First port that translation gives to a source. Above Linux' default range for clients, so that a translated flow
+/// and a socket of the same address do not meet.
+pub const SNAT_PORT_FIRST: u16 = 61_000;
+
+/// How many ports follow [`SNAT_PORT_FIRST`], itself included.
+pub const SNAT_PORT_COUNT: u16 = 4_536;
+
+/// How many source ports a new flow tries before it is dropped (`source_ports_exhausted`).
+pub const MAX_PORT_ATTEMPTS: u32 = 12;

@@ -1,0 +1,146 @@
+//! What a decision sees of a packet, and what it says.
+
+use crate::address::{Family, Port, TCP, UDP};
+use crate::layout::FlowKey;
+use crate::reason::DropReason;
+
+/// TCP flags as they lie in the header.
+pub mod tcp {
+    pub const FIN: u8 = 0x01;
+    pub const SYN: u8 = 0x02;
+    pub const RST: u8 = 0x04;
+    pub const ACK: u8 = 0x10;
+}
+
+/// The headers that decisions need.
+#[repr(C)]
+#[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
+pub struct Packet<A> {
+    pub source: A,
+    pub destination: A,
+    /// Both ports are zero unless [`Packet::has_ports`].
+    pub source_port: Port,
+    pub destination_port: Port,
+    pub protocol: u8,
+    /// Zero unless TCP.
+    pub tcp_flags: u8,
+    /// [`WITH_PORTS`] and [`FRAGMENT`].
+    pub flags: u16,
+}
+
+/// The packet carries the ports of TCP or UDP.
+pub const WITH_PORTS: u16 = 1;
+/// Part of a datagram.
+pub const FRAGMENT: u16 = 2;
+
+impl<A: Family> Packet<A> {
+    #[inline(always)]
+    #[must_use]
+    pub fn has_ports(&self) -> bool {
+        self.flags & WITH_PORTS != 0
+    }
+
+    #[inline(always)]
+    #[must_use]
+    pub fn is_tcp(&self) -> bool {
+        self.protocol == TCP
+    }
+
+    #[inline(always)]
+    #[must_use]
+    pub fn is_udp(&self) -> bool {
+        self.protocol == UDP
+    }
+
+    /// Opens a connection (SYN without ACK).
+    #[inline(always)]
+    #[must_use]
+    pub fn opens(&self) -> bool {
+        self.is_tcp() && self.tcp_flags & (tcp::SYN | tcp::ACK) == tcp::SYN
+    }
+
+    #[inline(always)]
+    #[must_use]
+    pub fn key(&self) -> FlowKey<A> {
+        FlowKey {
+            source: self.source,
+            destination: self.destination,
+            source_port: self.source_port,
+            destination_port: self.destination_port,
+            protocol: self.protocol as u32,
+        }
+    }
+}
+
+/// Where a packet goes.
+#[repr(u32)]
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Action {
+    /// On through the node's own stack.
+    Stack,
+    /// Nowhere, for [`Decision::reason`].
+    Drop,
+    /// Straight into a pod of this node: [`Decision::ifindex`] and the MAC addresses.
+    Pod,
+    /// Out by the routing table.
+    Network,
+    /// To a process of this node, over the host link.
+    Host,
+}
+
+/// What translation did.
+#[repr(u32)]
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Translation {
+    None,
+    /// Client to backend.
+    Forward,
+    /// Backend to client.
+    Reply,
+}
+
+/// A decision: where the packet goes, and which addresses and ports it has then.
+#[repr(C)]
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Decision<A> {
+    pub action: Action,
+    pub reason: DropReason,
+    pub translation: Translation,
+    /// Only for [`Action::Pod`].
+    pub ifindex: u32,
+    pub source: A,
+    pub destination: A,
+    pub source_port: Port,
+    pub destination_port: Port,
+    /// Only for [`Action::Pod`] and [`Action::Host`].
+    pub destination_mac: [u8; 6],
+    pub source_mac: [u8; 6],
+}
+
+impl<A: Family> Decision<A> {
+    /// The packet as it is, to `action`.
+    #[inline(always)]
+    #[must_use]
+    pub fn untouched(packet: &Packet<A>, action: Action) -> Self {
+        Self {
+            action,
+            reason: DropReason::None,
+            translation: Translation::None,
+            ifindex: 0,
+            source: packet.source,
+            destination: packet.destination,
+            source_port: packet.source_port,
+            destination_port: packet.destination_port,
+            destination_mac: [0; 6],
+            source_mac: [0; 6],
+        }
+    }
+
+    #[inline(always)]
+    #[must_use]
+    pub fn drop(packet: &Packet<A>, reason: DropReason) -> Self {
+        let mut decision = Self::untouched(packet, Action::Drop);
+        decision.reason = reason;
+        decision
+    }
+}

@@ -1,0 +1,41 @@
+//! What decisions read and write. Three occupants: maps in the kernel, ordinary collections in tests, and the replay
+//! of a packet for an operator.
+
+use crate::layout::{Backend, Endpoint, Flow, FlowKey, Frontend, FrontendKey, Node, SlotKey};
+use crate::reason::Event;
+
+/// Result of an insertion that must not replace.
+#[repr(u32)]
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Inserted {
+    Done,
+    /// The key is taken; nothing changed.
+    Exists,
+    /// The table has no room; nothing changed.
+    Full,
+}
+
+/// The tables of one address family.
+pub trait Tables<A> {
+    /// Seconds of the monotonic clock.
+    fn now_s(&mut self) -> u32;
+    fn random(&mut self) -> u32;
+    fn count(&mut self, event: Event);
+
+    fn node(&mut self) -> Option<&Node<A>>;
+    fn endpoint(&mut self, address: &A) -> Option<&Endpoint>;
+    fn frontend(&mut self, key: &FrontendKey<A>) -> Option<&Frontend>;
+    fn slot(&mut self, key: &SlotKey) -> Option<&u32>;
+    fn backend(&mut self, id: u32) -> Option<&Backend<A>>;
+    /// See [`crate::layout::backend_state`]. Zero for ids out of range.
+    fn backend_state(&mut self, id: u32) -> u32;
+
+    fn flow(&mut self, key: &FlowKey<A>) -> Option<&mut Flow<A>>;
+    fn insert_flow(&mut self, key: &FlowKey<A>, flow: &Flow<A>) -> Inserted;
+    fn remove_flow(&mut self, key: &FlowKey<A>);
+
+    /// From a reply as it comes off the wire to the key of its flow.
+    fn reply(&mut self, key: &FlowKey<A>) -> Option<&FlowKey<A>>;
+    fn insert_reply(&mut self, key: &FlowKey<A>, flow: &FlowKey<A>) -> Inserted;
+    fn remove_reply(&mut self, key: &FlowKey<A>);
+}

@@ -1,0 +1,223 @@
+//! Map definitions, and `Tables` over them. Sizes here are defaults; the loader sets the configured ones.
+
+use aya_ebpf::bindings::{BPF_F_NO_PREALLOC, BPF_NOEXIST};
+use aya_ebpf::helpers::{bpf_get_prandom_u32, bpf_ktime_get_ns};
+use aya_ebpf::macros::map;
+use aya_ebpf::maps::{Array, HashMap, PerCpuArray};
+use dataplane_common::layout::{
+    Backend, Endpoint, Flow, FlowKey, Frontend, FrontendKey, Link, Node, SlotKey,
+};
+use dataplane_common::reason::{DropReason, Event};
+use dataplane_common::tables::{Inserted, Tables};
+use dataplane_common::{V4, V6};
+
+use crate::DROP;
+
+const FLOWS: u32 = 262_144;
+const FRONTENDS: u32 = 65_536;
+const SLOTS: u32 = 262_144;
+const ENDPOINTS: u32 = 1_024;
+const LINKS: u32 = 1_024;
+
+#[map(name = "links")]
+static LINK_TABLE: HashMap<u32, Link> = HashMap::pinned(LINKS, BPF_F_NO_PREALLOC);
+#[map(name = "drops")]
+static DROPS: PerCpuArray<u64> = PerCpuArray::pinned(64, 0);
+#[map(name = "events")]
+static EVENTS: PerCpuArray<u64> = PerCpuArray::pinned(64, 0);
+
+/// Maps hold one entry per use (`BPF_F_NO_PREALLOC`): memory grows with use, and an entry that is read while it is
+/// removed stays whole until its readers are done.
+macro_rules! family_maps {
+    ($family:ty, $module:ident, $($name:ident = $text:literal),+) => {
+        mod $module {
+            use super::*;
+            family_maps!(@maps $family, $($name = $text),+);
+        }
+
+        impl Tables<$family> for MapTables {
+            #[inline(always)]
+            fn now_s(&mut self) -> u32 {
+                // SAFETY: the helper takes nothing and cannot fail.
+                (unsafe { bpf_ktime_get_ns() } / 1_000_000_000) as u32
+            }
+
+            #[inline(always)]
+            fn random(&mut self) -> u32 {
+                // SAFETY: the helper takes nothing and cannot fail.
+                unsafe { bpf_get_prandom_u32() }
+            }
+
+            #[inline(always)]
+            fn count(&mut self, event: Event) {
+                count_event(event);
+            }
+
+            #[inline(always)]
+            fn node(&mut self) -> Option<&Node<$family>> {
+                $module::NODE.get(0)
+            }
+
+            #[inline(always)]
+            fn endpoint(&mut self, address: &$family) -> Option<&Endpoint> {
+                // SAFETY: entries are freed after their readers (see above), and never written in place.
+                unsafe { $module::ENDPOINT.get(address) }
+            }
+
+            #[inline(always)]
+            fn frontend(&mut self, key: &FrontendKey<$family>) -> Option<&Frontend> {
+                // SAFETY: as for `endpoint`.
+                unsafe { $module::FRONTEND.get(key) }
+            }
+
+            #[inline(always)]
+            fn slot(&mut self, key: &SlotKey) -> Option<&u32> {
+                // SAFETY: as for `endpoint`.
+                unsafe { $module::SLOT.get(key) }
+            }
+
+            #[inline(always)]
+            fn backend(&mut self, id: u32) -> Option<&Backend<$family>> {
+                // SAFETY: as for `endpoint`.
+                unsafe { $module::BACKEND.get(&id) }
+            }
+
+            #[inline(always)]
+            fn backend_state(&mut self, id: u32) -> u32 {
+                match $module::BACKEND_STATE.get(id) {
+                    Some(word) => *word,
+                    None => 0,
+                }
+            }
+
+            #[inline(always)]
+            fn flow(&mut self, key: &FlowKey<$family>) -> Option<&mut Flow<$family>> {
+                // SAFETY: the entry outlives its readers. CPUs may write one record at the same time; every field is a
+                // word that is right whichever write comes last.
+                $module::FLOW.get_ptr_mut(key).map(|flow| unsafe { &mut *flow })
+            }
+
+            #[inline(always)]
+            fn insert_flow(&mut self, key: &FlowKey<$family>, flow: &Flow<$family>) -> Inserted {
+                inserted($module::FLOW.insert(key, flow, BPF_NOEXIST.into()))
+            }
+
+            #[inline(always)]
+            fn remove_flow(&mut self, key: &FlowKey<$family>) {
+                let _ = $module::FLOW.remove(key);
+            }
+
+            #[inline(always)]
+            fn reply(&mut self, key: &FlowKey<$family>) -> Option<&FlowKey<$family>> {
+                // SAFETY: as for `endpoint`.
+                unsafe { $module::REPLY.get(key) }
+            }
+
+            #[inline(always)]
+            fn insert_reply(
+                &mut self,
+                key: &FlowKey<$family>,
+                flow: &FlowKey<$family>,
+            ) -> Inserted {
+                inserted($module::REPLY.insert(key, flow, BPF_NOEXIST.into()))
+            }
+
+            #[inline(always)]
+            fn remove_reply(&mut self, key: &FlowKey<$family>) {
+                let _ = $module::REPLY.remove(key);
+            }
+        }
+    };
+    (@maps $family:ty, $node:ident = $node_text:literal, $endpoint:ident = $endpoint_text:literal,
+     $frontend:ident = $frontend_text:literal, $slot:ident = $slot_text:literal,
+     $backend:ident = $backend_text:literal, $state:ident = $state_text:literal,
+     $flow:ident = $flow_text:literal, $reply:ident = $reply_text:literal) => {
+        #[map(name = $node_text)]
+        pub(super) static $node: Array<Node<$family>> = Array::pinned(1, 0);
+        #[map(name = $endpoint_text)]
+        pub(super) static $endpoint: HashMap<$family, Endpoint> =
+            HashMap::pinned(ENDPOINTS, BPF_F_NO_PREALLOC);
+        #[map(name = $frontend_text)]
+        pub(super) static $frontend: HashMap<FrontendKey<$family>, Frontend> =
+            HashMap::pinned(FRONTENDS, BPF_F_NO_PREALLOC);
+        #[map(name = $slot_text)]
+        pub(super) static $slot: HashMap<SlotKey, u32> = HashMap::pinned(SLOTS, BPF_F_NO_PREALLOC);
+        #[map(name = $backend_text)]
+        pub(super) static $backend: HashMap<u32, Backend<$family>> =
+            HashMap::pinned(SLOTS, BPF_F_NO_PREALLOC);
+        #[map(name = $state_text)]
+        pub(super) static $state: Array<u32> = Array::pinned(SLOTS, 0);
+        #[map(name = $flow_text)]
+        pub(super) static $flow: HashMap<FlowKey<$family>, Flow<$family>> =
+            HashMap::pinned(FLOWS, BPF_F_NO_PREALLOC);
+        #[map(name = $reply_text)]
+        pub(super) static $reply: HashMap<FlowKey<$family>, FlowKey<$family>> =
+            HashMap::pinned(FLOWS, BPF_F_NO_PREALLOC);
+    };
+}
+
+/// The maps as the decisions see them.
+pub(crate) struct MapTables;
+
+family_maps!(
+    V4, v4, NODE = "node_v4", ENDPOINT = "endpoints_v4", FRONTEND = "frontends_v4", SLOT = "slots_v4",
+    BACKEND = "backends_v4", BACKEND_STATE = "states_v4", FLOW = "flows_v4", REPLY = "replies_v4"
+);
+family_maps!(
+    V6, v6, NODE = "node_v6", ENDPOINT = "endpoints_v6", FRONTEND = "frontends_v6", SLOT = "slots_v6",
+    BACKEND = "backends_v6", BACKEND_STATE = "states_v6", FLOW = "flows_v6", REPLY = "replies_v6"
+);
+
+/// What is known of the link with this index.
+#[inline(always)]
+pub(crate) fn link(ifindex: u32) -> Option<&'static Link> {
+    // SAFETY: entries are freed after their readers, and never written in place.
+    unsafe { LINK_TABLE.get(&ifindex) }
+}
+
+/// Host side of this node's host link, zero while there is none.
+#[inline(always)]
+pub(crate) fn host_ifindex() -> u32 {
+    match v4::NODE.get(0) {
+        Some(node) => node.host_ifindex,
+        None => 0,
+    }
+}
+
+/// Where the host link's program runs, and the first uplink; each is zero while there is none.
+#[inline(always)]
+pub(crate) fn host_peer_and_uplink() -> (u32, u32) {
+    match v4::NODE.get(0) {
+        Some(node) => (node.host_peer_ifindex, node.uplink_ifindex),
+        None => (0, 0),
+    }
+}
+
+/// Counts a drop and gives its verdict.
+#[inline(always)]
+pub(crate) fn drop_packet(reason: DropReason) -> i32 {
+    if let Some(counter) = DROPS.get_ptr_mut(reason as u32) {
+        // SAFETY: this CPU's own value; programs of one hook do not interrupt one another.
+        unsafe { *counter += 1 };
+    }
+    DROP
+}
+
+#[inline(always)]
+pub(crate) fn count_event(event: Event) {
+    if let Some(counter) = EVENTS.get_ptr_mut(event as u32) {
+        // SAFETY: as in `drop_packet`.
+        unsafe { *counter += 1 };
+    }
+}
+
+#[inline(always)]
+fn inserted(result: Result<(), i32>) -> Inserted {
+    const EEXIST: i32 = -17;
+    match result {
+        Ok(()) => Inserted::Done,
+        Err(EEXIST) => Inserted::Exists,
+        // E2BIG, or no memory at this moment: there is no room either way.
+        Err(_) => Inserted::Full,
+    }
+}

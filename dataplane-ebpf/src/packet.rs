@@ -1,0 +1,207 @@
+//! Reading headers. Bytes are loaded by helper, so that packets whose headers are not linear are read alike.
+
+use core::mem::MaybeUninit;
+
+use aya_ebpf::helpers::bpf_skb_load_bytes;
+use aya_ebpf::programs::TcContext;
+use dataplane_common::address::{TCP, UDP};
+use dataplane_common::packet::{FRAGMENT, Packet, WITH_PORTS};
+use dataplane_common::{Family, Port, V4, V6};
+
+pub(crate) const IPV4: u16 = 0x0800;
+pub(crate) const IPV6: u16 = 0x86dd;
+pub(crate) const ARP: u16 = 0x0806;
+
+pub(crate) const ETHERNET_HEADER: u32 = 14;
+const IPV6_HEADER: u32 = 40;
+/// More extension headers than this are not looked through: the packet goes without ports.
+const MAX_EXTENSION_HEADERS: u32 = 4;
+
+/// A packet's headers and where they are.
+#[repr(C)]
+pub(crate) struct Parsed<A> {
+    pub(crate) packet: Packet<A>,
+    /// Offset of the transport header.
+    pub(crate) transport: u32,
+    pub(crate) valid: bool,
+}
+
+/// Families that can be read off the wire.
+pub(crate) trait Headers: Family {
+    fn read(context: &TcContext) -> Parsed<Self>;
+}
+
+#[inline(always)]
+pub(crate) fn ether_type(context: &TcContext) -> u16 {
+    // SAFETY: the context is valid for the program's run.
+    u16::from_be(unsafe { (*context.skb.skb).protocol } as u16)
+}
+
+#[inline(always)]
+pub(crate) fn ifindex(context: &TcContext) -> u32 {
+    // SAFETY: the context is valid for the program's run.
+    unsafe { (*context.skb.skb).ifindex }
+}
+
+#[inline(always)]
+pub(crate) fn parse<A: Headers>(context: &TcContext) -> Parsed<A> {
+    let mut parsed = A::read(context);
+    if parsed.valid && parsed.packet.flags & WITH_PORTS != 0 {
+        read_ports(context, &mut parsed);
+    }
+    parsed
+}
+
+/// Reads a header of `T`'s size. `T` has no padding and takes any bytes.
+#[inline(always)]
+fn load<T: Copy>(context: &TcContext, offset: u32) -> Option<T> {
+    let mut header = MaybeUninit::<T>::uninit();
+    // SAFETY: the helper writes all of `T`, or fails.
+    let failed = unsafe {
+        bpf_skb_load_bytes(
+            context.skb.skb.cast(),
+            offset,
+            header.as_mut_ptr().cast(),
+            size_of::<T>() as u32,
+        )
+    };
+    if failed != 0 {
+        return None;
+    }
+    // SAFETY: written above.
+    Some(unsafe { header.assume_init() })
+}
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct PortHeader {
+    source: u16,
+    destination: u16,
+}
+
+#[inline(always)]
+fn read_ports<A>(context: &TcContext, parsed: &mut Parsed<A>) {
+    let ports = if parsed.packet.protocol == TCP {
+        let Some(header) = load::<[u16; 7]>(context, parsed.transport) else {
+            parsed.valid = false;
+            return;
+        };
+        parsed.packet.tcp_flags = header[6].to_ne_bytes()[1];
+        PortHeader { source: header[0], destination: header[1] }
+    } else {
+        let Some(header) = load::<PortHeader>(context, parsed.transport) else {
+            parsed.valid = false;
+            return;
+        };
+        header
+    };
+    parsed.packet.source_port = Port(ports.source);
+    parsed.packet.destination_port = Port(ports.destination);
+}
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct Ipv4Header {
+    version_length: u8,
+    service: u8,
+    total_length: u16,
+    identification: u16,
+    fragment: u16,
+    time_to_live: u8,
+    protocol: u8,
+    checksum: u16,
+    source: V4,
+    destination: V4,
+}
+
+impl Headers for V4 {
+    #[inline(always)]
+    fn read(context: &TcContext) -> Parsed<Self> {
+        const MORE_OR_OFFSET: u16 = 0x3fff;
+        const OFFSET: u16 = 0x1fff;
+        let mut parsed = Parsed { packet: Packet::default(), transport: 0, valid: false };
+        let Some(header) = load::<Ipv4Header>(context, ETHERNET_HEADER) else { return parsed };
+        let length = ((header.version_length & 0x0f) as u32) * 4;
+        if length < 20 {
+            return parsed;
+        }
+        parsed.valid = true;
+        parsed.transport = ETHERNET_HEADER + length;
+        parsed.packet.source = header.source;
+        parsed.packet.destination = header.destination;
+        parsed.packet.protocol = header.protocol;
+        let fragment = u16::from_be(header.fragment);
+        if fragment & MORE_OR_OFFSET != 0 {
+            parsed.packet.flags |= FRAGMENT;
+        }
+        if fragment & OFFSET == 0 && (header.protocol == TCP || header.protocol == UDP) {
+            parsed.packet.flags |= WITH_PORTS;
+        }
+        parsed
+    }
+}
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct Ipv6Header {
+    version_class_label: u32,
+    payload_length: u16,
+    next_header: u8,
+    hop_limit: u8,
+    source: V6,
+    destination: V6,
+}
+
+/// Hop-by-hop, routing and destination options share this start; a fragment header has the same size as its start.
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct ExtensionHeader {
+    next_header: u8,
+    length: u8,
+    fragment: u16,
+}
+
+impl Headers for V6 {
+    #[inline(always)]
+    fn read(context: &TcContext) -> Parsed<Self> {
+        const HOP_BY_HOP: u8 = 0;
+        const ROUTING: u8 = 43;
+        const FRAGMENT_HEADER: u8 = 44;
+        const DESTINATION: u8 = 60;
+        const OFFSET: u16 = 0xfff8;
+        let mut parsed = Parsed { packet: Packet::default(), transport: 0, valid: false };
+        let Some(header) = load::<Ipv6Header>(context, ETHERNET_HEADER) else { return parsed };
+        parsed.packet.source = header.source;
+        parsed.packet.destination = header.destination;
+        let mut protocol = header.next_header;
+        let mut offset = ETHERNET_HEADER + IPV6_HEADER;
+        let mut first = true;
+        let mut count = 0;
+        while count < MAX_EXTENSION_HEADERS {
+            count += 1;
+            if protocol == FRAGMENT_HEADER {
+                let Some(extension) = load::<ExtensionHeader>(context, offset) else { return parsed };
+                parsed.packet.flags |= FRAGMENT;
+                first = u16::from_be(extension.fragment) & OFFSET == 0;
+                protocol = extension.next_header;
+                offset += 8;
+                if !first {
+                    break;
+                }
+            } else if protocol == HOP_BY_HOP || protocol == ROUTING || protocol == DESTINATION {
+                let Some(extension) = load::<ExtensionHeader>(context, offset) else { return parsed };
+                protocol = extension.next_header;
+                offset += (extension.length as u32 + 1) * 8;
+            } else {
+                break;
+            }
+        }
+        parsed.valid = true;
+        parsed.transport = offset;
+        parsed.packet.protocol = protocol;
+        if first && (protocol == TCP || protocol == UDP) {
+            parsed.packet.flags |= WITH_PORTS;
+        }
+        parsed
+    }
+}
