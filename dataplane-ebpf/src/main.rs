@@ -25,10 +25,10 @@ const DROP: i32 = aya_ebpf::bindings::TC_ACT_SHOT as i32;
 
 /// Ingress of the host side of a pod's link, and of the peer of the host link.
 #[classifier]
-pub fn weir_from_pod(context: TcContext) -> i32 {
+pub fn from_pod(context: TcContext) -> i32 {
     match packet::ether_type(&context) {
-        IPV4 => from_pod::<V4>(&context),
-        IPV6 => from_pod::<V6>(&context),
+        IPV4 => run_from_pod::<V4>(&context),
+        IPV6 => run_from_pod::<V6>(&context),
         ARP => PASS,
         _ => drop_packet(DropReason::UnsupportedProtocol),
     }
@@ -36,26 +36,26 @@ pub fn weir_from_pod(context: TcContext) -> i32 {
 
 /// Egress of the host side of a pod's link: packets of the node's own stack.
 #[classifier]
-pub fn weir_to_pod(context: TcContext) -> i32 {
+pub fn to_pod(context: TcContext) -> i32 {
     match packet::ether_type(&context) {
-        IPV4 => to_pod::<V4>(&context),
-        IPV6 => to_pod::<V6>(&context),
+        IPV4 => run_to_pod::<V4>(&context),
+        IPV6 => run_to_pod::<V6>(&context),
         _ => PASS,
     }
 }
 
 /// Ingress of an uplink.
 #[classifier]
-pub fn weir_from_network(context: TcContext) -> i32 {
+pub fn from_network(context: TcContext) -> i32 {
     match packet::ether_type(&context) {
-        IPV4 => from_network::<V4>(&context),
-        IPV6 => from_network::<V6>(&context),
+        IPV4 => run_from_network::<V4>(&context),
+        IPV6 => run_from_network::<V6>(&context),
         _ => PASS,
     }
 }
 
 #[inline(always)]
-fn from_pod<A: LinkAddress + Wire>(context: &TcContext) -> i32
+fn run_from_pod<A: LinkAddress + Wire>(context: &TcContext) -> i32
 where
     MapTables: dataplane_common::Tables<A>,
 {
@@ -71,7 +71,7 @@ where
 }
 
 #[inline(always)]
-fn to_pod<A: LinkAddress + Wire>(context: &TcContext) -> i32
+fn run_to_pod<A: LinkAddress + Wire>(context: &TcContext) -> i32
 where
     MapTables: dataplane_common::Tables<A>,
 {
@@ -84,7 +84,7 @@ where
 }
 
 #[inline(always)]
-fn from_network<A: LinkAddress + Wire>(context: &TcContext) -> i32
+fn run_from_network<A: LinkAddress + Wire>(context: &TcContext) -> i32
 where
     MapTables: dataplane_common::Tables<A>,
 {

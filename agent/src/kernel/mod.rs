@@ -3,10 +3,27 @@
 //! [`Kernel`] is the door: it loads the embedded object, adopts what an earlier agent pinned, and makes the maps equal
 //! to the desired state. What the entries should be is decided in `compile`, the order of changes in `plan`.
 
+mod collect;
+mod programs;
+mod services;
+#[allow(unsafe_code, reason = "map access by system call")]
+mod table;
+
+use std::collections::BTreeMap;
 use std::net::IpAddr;
 use std::path::{Path, PathBuf};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use control_api::desired::{Changes, DesiredState};
+use dataplane_common::reason::{DropReason, Event};
+
+pub use crate::compile::services::NodeIdentity;
+pub use programs::{Program, TestRun};
+
+use collect::Collector;
+use programs::Programs;
+use services::Services;
+use table::CounterTable;
 
 /// A pod's link as the dataplane sees it (host side of the pair).
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -33,16 +50,6 @@ pub struct HostLink {
     /// The side with the routes (`weir_host`).
     pub host_ifindex: u32,
     pub host_mac: [u8; 6],
-}
-
-/// Who this node is, as far as packets show it.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct NodeIdentity {
-    pub name: String,
-    /// The node's addresses; the first of each family is the source of translated packets.
-    pub addresses: Vec<IpAddr>,
-    /// Where this node's cluster DNS listens on those addresses.
-    pub dns_port: u16,
 }
 
 /// How many entries each table may hold. Tables that exist keep their size until they are removed.
@@ -104,22 +111,16 @@ pub enum KernelError {
         "this agent was built without its eBPF programs: run `cargo xtask build ebpf`, then build the agent again"
     )]
     NoObject,
+    #[error("{path} is not on a bpffs: mount one there with `mount -t bpf bpf {path}`")]
+    NotBpffs { path: PathBuf },
     #[error("{attempted} {path}: {source}")]
-    Pin {
-        attempted: &'static str,
-        path: PathBuf,
-        source: std::io::Error,
-    },
-    #[error("load the eBPF programs: {source}")]
-    Load {
-        source: Box<dyn std::error::Error + Send + Sync>,
-    },
+    Pin { attempted: &'static str, path: PathBuf, source: std::io::Error },
+    #[error("load the eBPF object: {source}")]
+    Load { source: Box<dyn std::error::Error + Send + Sync> },
+    #[error("load or run the eBPF program {program}: {source}")]
+    Program { program: &'static str, source: Box<dyn std::error::Error + Send + Sync> },
     #[error("{attempted} map {map}: {source}")]
-    Map {
-        attempted: &'static str,
-        map: &'static str,
-        source: Box<dyn std::error::Error + Send + Sync>,
-    },
+    Map { attempted: &'static str, map: &'static str, source: std::io::Error },
 }
 
 /// What one `apply` did.
@@ -163,7 +164,16 @@ pub struct CollectReport {
 /// The loaded dataplane of this node.
 #[derive(Debug)]
 pub struct Kernel {
-    root: PathBuf,
+    programs: Mutex<Programs>,
+    services: Mutex<Services>,
+    collector: Mutex<Collector>,
+    drops: CounterTable,
+    events: CounterTable,
+}
+
+/// A panic while a lock was held leaves at worst a half-applied plan, which the next apply finds and completes.
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl Kernel {
@@ -171,9 +181,27 @@ impl Kernel {
     ///
     /// # Errors
     /// [`KernelError`] when the object is missing, bpffs cannot be written, or the kernel refuses a program.
-    pub fn open(bpffs: &Path, _limits: Limits, _node: NodeIdentity) -> Result<Self, KernelError> {
-        let _ = bpffs;
-        Err(KernelError::NoObject)
+    pub fn open(bpffs: &Path, limits: Limits, node: NodeIdentity) -> Result<Self, KernelError> {
+        let programs = Programs::load(bpffs, limits)?;
+        let maps = programs.map_directory();
+        let counter = |name| {
+            CounterTable::open(maps, name).map_err(|source| KernelError::Map {
+                attempted: "open",
+                map: name,
+                source,
+            })
+        };
+        let (drops, events) = (counter("drops")?, counter("events")?);
+        programs.set_node_addresses(&node.addresses)?;
+        let services = Services::open(maps, node)?;
+        let collector = Collector::open(maps)?;
+        Ok(Self {
+            programs: Mutex::new(programs),
+            services: Mutex::new(services),
+            collector: Mutex::new(collector),
+            drops,
+            events,
+        })
     }
 
     /// Attaches the network program to an interface that carries traffic of other nodes. Safe to repeat.
@@ -181,7 +209,7 @@ impl Kernel {
     /// # Errors
     /// [`AttachError`] names the interface and the step.
     pub fn attach_uplink(&self, name: &str) -> Result<(), AttachError> {
-        Err(self.refused(name))
+        lock(&self.programs).attach_uplink(name)
     }
 
     /// Attaches the program for this node's own processes. Safe to repeat.
@@ -189,7 +217,7 @@ impl Kernel {
     /// # Errors
     /// [`AttachError`] names the interface and the step.
     pub fn attach_host_link(&self, link: &HostLink) -> Result<(), AttachError> {
-        Err(self.refused(&link.peer_name))
+        lock(&self.programs).attach_host_link(link)
     }
 
     /// Makes the service maps equal to the desired state. Compares only what `changes` names; the first call must say
@@ -200,12 +228,13 @@ impl Kernel {
     pub fn apply(
         &self,
         desired: &DesiredState,
-        _changes: &Changes,
+        changes: &Changes,
     ) -> Result<ApplyReport, KernelError> {
-        Ok(ApplyReport {
-            revision: desired.revision,
-            ..ApplyReport::default()
-        })
+        let report = lock(&self.services).apply(desired, changes)?;
+        if report.changed > 0 {
+            lock(&self.collector).walk_all_next();
+        }
+        Ok(report)
     }
 
     /// Every counter, drops and forwards.
@@ -213,13 +242,46 @@ impl Kernel {
     /// # Errors
     /// [`KernelError`] when a counter map cannot be read.
     pub fn counters(&self) -> Result<Vec<Counter>, KernelError> {
-        Ok(Vec::new())
+        let drops = DropReason::ALL
+            .iter()
+            .filter(|reason| **reason != DropReason::None)
+            .map(|reason| {
+                (
+                    CounterKind::Drop,
+                    reason.name(),
+                    &self.drops,
+                    *reason as u32,
+                )
+            });
+        let events = Event::ALL.iter().map(|event| {
+            (
+                CounterKind::Forward,
+                event.name(),
+                &self.events,
+                *event as u32,
+            )
+        });
+        drops
+            .chain(events)
+            .map(|(kind, name, table, index)| match table.sum(index) {
+                Ok(packets) => Ok(Counter {
+                    kind,
+                    name,
+                    packets,
+                }),
+                Err(source) => Err(KernelError::Map {
+                    attempted: "read",
+                    map: table.name,
+                    source,
+                }),
+            })
+            .collect()
     }
 
     /// Flows known at the end of the last full walk of the collector.
     #[must_use]
     pub fn flow_count(&self) -> usize {
-        0
+        lock(&self.collector).flow_count()
     }
 
     /// Walks a bounded part of the flow tables and removes what has expired. Call it once a second.
@@ -227,37 +289,57 @@ impl Kernel {
     /// # Errors
     /// [`KernelError`] when a flow table cannot be read.
     pub fn collect_flows(&self) -> Result<CollectReport, KernelError> {
-        Ok(CollectReport::default())
+        lock(&self.collector).step(monotonic_s())
+    }
+
+    /// Runs a program on a packet without sending it (`BPF_PROG_TEST_RUN`). The packet counts as received on
+    /// `ifindex`.
+    ///
+    /// # Errors
+    /// [`KernelError`] when the kernel cannot run it.
+    pub fn test_run(
+        &self,
+        program: Program,
+        packet: &[u8],
+        ifindex: u32,
+        repeat: u32,
+    ) -> Result<TestRun, KernelError> {
+        lock(&self.programs).test_run(program, packet, ifindex, repeat)
+    }
+
+    /// Instructions that the verifier walked, for each program; zero where the kernel does not tell.
+    #[must_use]
+    pub fn verified_instructions(&self) -> BTreeMap<&'static str, u32> {
+        lock(&self.programs).verified_instructions()
     }
 
     /// Removes every pin and attachment below `bpffs`, of every ABI. Traffic through services stops.
     ///
     /// # Errors
     /// [`KernelError`] names the pin that could not be removed; the others are gone.
-    pub fn cleanup(_bpffs: &Path) -> Result<Vec<PathBuf>, KernelError> {
-        Ok(Vec::new())
-    }
-
-    fn refused(&self, link: &str) -> AttachError {
-        let message = format!("nothing is loaded below {}", self.root.display());
-        AttachError {
-            step: "attach a program",
-            link: link.into(),
-            source: message.into(),
-        }
+    pub fn cleanup(bpffs: &Path) -> Result<Vec<PathBuf>, KernelError> {
+        programs::cleanup(bpffs)
     }
 }
 
 impl PodPrograms for Kernel {
     fn attach_pod(&self, link: &PodLink) -> Result<(), AttachError> {
-        Err(self.refused(&link.host_name))
+        lock(&self.programs).attach_pod(link)
     }
 
-    fn detach_pod(&self, _ifindex: u32, _addresses: &[IpAddr]) -> Result<(), AttachError> {
-        Ok(())
+    fn detach_pod(&self, ifindex: u32, addresses: &[IpAddr]) -> Result<(), AttachError> {
+        lock(&self.programs).detach_pod(ifindex, addresses)
     }
 
-    fn is_attached(&self, _link: &PodLink) -> bool {
-        false
+    fn is_attached(&self, link: &PodLink) -> bool {
+        lock(&self.programs).is_attached(link)
     }
+}
+
+/// The clock that flow records carry.
+fn monotonic_s() -> u32 {
+    let now = nix::time::clock_gettime(nix::time::ClockId::CLOCK_MONOTONIC);
+    now.ok()
+        .and_then(|now| u32::try_from(now.tv_sec()).ok())
+        .unwrap_or(0)
 }

@@ -1,3 +1,4 @@
 //! Wanted against present: ordered operations. Pure.
 
 pub mod routes;
+pub mod services;

@@ -108,6 +108,14 @@ impl<A: Family> Flow<A> {
         now_s.saturating_sub(seen_s) > self.timeout_s(pressure)
     }
 
+    /// True when the backend that this flow leads to is no more. `state` is the present word of the flow's backend id.
+    #[inline(always)]
+    #[must_use]
+    pub fn is_orphaned(&self, state: u32) -> bool {
+        !backend_state::same_life(state, self.backend_state)
+            || backend_state::kind(state) == backend_state::ABSENT
+    }
+
     /// Whether a client's packet may use this flow. `backend_state` is the present word of the flow's backend id.
     #[inline(always)]
     #[must_use]

@@ -1,0 +1,144 @@
+//! Where things are pinned: `BPFFS/weir/v<ABI>/{maps,programs,links}`.
+
+use std::io;
+use std::path::{Path, PathBuf};
+
+use aya::programs::TcAttachType;
+use aya::programs::links::{Link as _, PinnedLink};
+use aya::programs::tc::SchedClassifierLink;
+
+use super::Program;
+use super::attach::{CLSACT_HANDLE, CLSACT_PRIORITY};
+use crate::kernel::KernelError;
+
+/// All pins of the product lie below this name.
+const ROOT: &str = "weir";
+
+/// The folders of one ABI version.
+#[derive(Clone, Debug)]
+pub(super) struct Pins {
+    maps: PathBuf,
+    programs: PathBuf,
+    links: PathBuf,
+}
+
+impl Pins {
+    pub(super) fn create(bpffs: &Path) -> Result<Self, KernelError> {
+        let failed = |source| KernelError::Pin {
+            attempted: "look at",
+            path: bpffs.into(),
+            source,
+        };
+        let kind = nix::sys::statfs::statfs(bpffs).map_err(|errno| failed(errno.into()))?;
+        if kind.filesystem_type() != nix::sys::statfs::BPF_FS_MAGIC {
+            return Err(KernelError::NotBpffs { path: bpffs.into() });
+        }
+        let root = bpffs
+            .join(ROOT)
+            .join(format!("v{}", dataplane_common::ABI_VERSION));
+        let pins = Self {
+            maps: root.join("maps"),
+            programs: root.join("programs"),
+            links: root.join("links"),
+        };
+        for path in [&pins.maps, &pins.programs, &pins.links] {
+            std::fs::create_dir_all(path).map_err(|source| KernelError::Pin {
+                attempted: "create",
+                path: path.clone(),
+                source,
+            })?;
+        }
+        Ok(pins)
+    }
+
+    pub(super) fn maps(&self) -> &Path {
+        &self.maps
+    }
+
+    pub(super) fn program(&self, program: Program) -> PathBuf {
+        self.programs.join(program.name())
+    }
+
+    /// A link's pin. Names in a bpffs have no dots.
+    pub(super) fn link(&self, ifindex: u32, program: Program) -> PathBuf {
+        self.links.join(format!("{ifindex}-{program}"))
+    }
+
+    /// Links that are pinned, by interface and program.
+    pub(super) fn links(&self) -> io::Result<Vec<(u32, Program)>> {
+        let mut found = Vec::new();
+        for entry in std::fs::read_dir(&self.links)? {
+            let name = entry?.file_name();
+            let parsed = name
+                .to_str()
+                .and_then(|name| name.split_once('-'))
+                .and_then(|(ifindex, program)| {
+                    Some((ifindex.parse().ok()?, Program::from_name(program)?))
+                });
+            found.extend(parsed);
+        }
+        Ok(found)
+    }
+}
+
+/// Removes all pins, and with them the attachments; filters of kernels without TCX are removed from every interface.
+pub(in crate::kernel) fn cleanup(bpffs: &Path) -> Result<Vec<PathBuf>, KernelError> {
+    let root = bpffs.join(ROOT);
+    let mut removed = Vec::new();
+    if root.exists() {
+        remove_below(&root, &mut removed)?;
+    }
+    for interface in nix::net::if_::if_nameindex().into_iter().flat_map(|all| {
+        all.iter()
+            .filter_map(|i| i.name().to_str().ok().map(str::to_owned))
+            .collect::<Vec<_>>()
+    }) {
+        for direction in [TcAttachType::Ingress, TcAttachType::Egress] {
+            let link = SchedClassifierLink::attached(
+                &interface,
+                direction,
+                CLSACT_PRIORITY,
+                CLSACT_HANDLE,
+                None,
+            );
+            // An interface without the filter refuses, which is what is wanted.
+            if link.is_ok_and(|link| link.detach().is_ok()) {
+                removed.push(PathBuf::from(format!("tc/{interface}/{direction:?}")));
+            }
+        }
+    }
+    Ok(removed)
+}
+
+fn remove_below(path: &Path, removed: &mut Vec<PathBuf>) -> Result<(), KernelError> {
+    let failed = |attempted, path: &Path| {
+        let path = path.to_path_buf();
+        move |source| KernelError::Pin {
+            attempted,
+            path,
+            source,
+        }
+    };
+    for entry in std::fs::read_dir(path).map_err(failed("list", path))? {
+        let entry = entry.map_err(failed("list", path))?;
+        let child = entry.path();
+        if entry
+            .file_type()
+            .map_err(failed("look at", &child))?
+            .is_dir()
+        {
+            remove_below(&child, removed)?;
+        } else {
+            std::fs::remove_file(&child).map_err(failed("remove", &child))?;
+            removed.push(child);
+        }
+    }
+    std::fs::remove_dir(path).map_err(failed("remove", path))?;
+    removed.push(path.to_path_buf());
+    Ok(())
+}
+
+/// Opens a pinned link.
+pub(super) fn open_link(path: &Path) -> Option<PinnedLink> {
+    PinnedLink::from_pin(path).ok()
+}
