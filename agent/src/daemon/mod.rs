@@ -17,6 +17,7 @@ use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 use weir_agent::cni_api::{self, Attachments, Store};
 use weir_agent::config::Config;
+use weir_agent::dns;
 use weir_agent::feed::{self, FeedHandle};
 use weir_agent::kernel::{self, Kernel, Limits, NodeIdentity, PodPrograms};
 use weir_agent::netlink::{self, Netlink, base};
@@ -57,6 +58,8 @@ pub(crate) async fn run(config: Config) -> Result<()> {
         tokio::task::spawn_blocking(move || prepare(&config)).await??
     };
     let feed = feed::start(&config, shutdown.clone())?;
+    let dns = dns::start(&config, feed.updates(), shutdown.clone())?;
+    tracing::info!(addresses = ?dns.addresses(), "cluster DNS listens");
     let (attachments, cni) = {
         let (config, feed, kernel) = (Arc::clone(&config), feed.clone(), Arc::clone(&node.kernel));
         let mtu = config.cni.mtu.unwrap_or(node.mtu);
