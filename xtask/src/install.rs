@@ -132,34 +132,37 @@ fn find_missing(repo: &Repo, purposes: &[Purpose]) -> BTreeSet<Missing> {
         };
         package(which(&qemu).is_some(), name, "boots other kernels");
     }
-    let mut linker = false;
     if purposes.contains(&Purpose::Ebpf) {
-        if !has_nightly_source() {
-            let core = debian_bpf_core();
-            package(
-                core && Path::new(DEBIAN_RUSTC).is_file(),
-                "rustc-web",
-                "compiles eBPF programs",
-            );
-            package(
-                core,
-                "libstd-rust-web-dev-bpf",
-                "core library of the BPF target",
-            );
-        }
-        linker = bpf_linker(repo).is_none();
-        let llvm = llvm_prefix().join("lib").is_dir() && llvm_prefix().join("include").is_dir();
-        package(
-            !linker || llvm,
-            "llvm-22-dev",
-            "bpf-linker is built against it",
-        );
-    }
-    if linker {
-        missing.insert(Missing::BpfLinker);
+        missing.extend(missing_for_ebpf(repo));
     }
     if purposes.contains(&Purpose::Cluster) && kubectl(repo).is_none() {
         missing.insert(Missing::Kubectl);
+    }
+    missing
+}
+
+fn missing_for_ebpf(repo: &Repo) -> BTreeSet<Missing> {
+    let mut missing = BTreeSet::new();
+    let mut package = |name: &str, why| {
+        missing.insert(Missing::Package {
+            name: name.into(),
+            why,
+        });
+    };
+    let debian = debian_bpf_core() && Path::new(DEBIAN_RUSTC).is_file();
+    if !debian && !has_nightly_source() {
+        package("rustc-web", "compiles eBPF programs");
+        package("libstd-rust-web-dev-bpf", "core library of the BPF target");
+    }
+    if bpf_linker(repo).is_none() {
+        let llvm = llvm_prefix();
+        if !(llvm.join("lib").is_dir() && llvm.join("include").is_dir()) {
+            package(
+                &format!("llvm-{LLVM_MAJOR}-dev"),
+                "bpf-linker is built against it",
+            );
+        }
+        missing.insert(Missing::BpfLinker);
     }
     missing
 }
