@@ -3,6 +3,7 @@
 pub mod api;
 pub mod codec;
 pub mod defaults;
+pub mod http;
 pub mod local;
 pub mod logs;
 pub mod object;

@@ -183,7 +183,7 @@ pub trait Store: Send + Sync + std::fmt::Debug + 'static {
 
 /// A watch: pulled, so that a slow reader costs a cursor and no queue.
 #[async_trait]
-pub trait Watch: Send + std::fmt::Debug {
+pub trait Watch: Send + Sync + std::fmt::Debug {
     /// Waits for the next changes, in revision order. Cancel-safe.
     ///
     /// # Errors

@@ -124,6 +124,32 @@ impl Api {
             .map_err(store_error)
     }
 
+    /// The store's revision.
+    ///
+    /// # Errors
+    /// 503 and 500 when the store does not answer.
+    pub async fn revision(&self) -> Result<u64, ApiError> {
+        self.store.revision().await.map_err(store_error)
+    }
+
+    /// 504 of a revision that was not reached in time.
+    pub(super) fn future(&self, requested: u64, current: u64) -> ApiError {
+        store_error(StoreError::Future { requested, current })
+    }
+
+    /// The Scale of an object.
+    ///
+    /// # Errors
+    /// 404.
+    pub async fn get_scale(
+        &self,
+        def: &ResourceDef,
+        namespace: &str,
+        name: &str,
+    ) -> Result<Value, ApiError> {
+        Ok(scale::of(def, &*self.get(def, namespace, name).await?))
+    }
+
     async fn record(
         &self,
         def: &ResourceDef,

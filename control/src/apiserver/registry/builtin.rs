@@ -402,3 +402,35 @@ fn cluster_wide() -> Vec<ResourceDef> {
         .status(),
     ]
 }
+
+/// Questions that are answered and not stored.
+fn reviews() -> Vec<ResourceDef> {
+    let review = |def: ResourceDef| ResourceDef {
+        verbs: CREATE,
+        ..def
+    };
+    let authorization = |kind, plural| review(cluster("authorization.k8s.io", "v1", kind, plural));
+    vec![
+        review(cluster(
+            "authentication.k8s.io",
+            "v1",
+            "SelfSubjectReview",
+            "selfsubjectreviews",
+        )),
+        review(cluster(
+            "authentication.k8s.io",
+            "v1",
+            "TokenReview",
+            "tokenreviews",
+        )),
+        review(namespaced(
+            "authorization.k8s.io",
+            "v1",
+            "LocalSubjectAccessReview",
+            "localsubjectaccessreviews",
+        )),
+        authorization("SelfSubjectAccessReview", "selfsubjectaccessreviews"),
+        authorization("SelfSubjectRulesReview", "selfsubjectrulesreviews"),
+        authorization("SubjectAccessReview", "subjectaccessreviews"),
+    ]
+}
