@@ -5,6 +5,7 @@ pub mod client;
 pub mod config;
 pub mod controllers;
 pub mod pki;
+pub mod run;
 pub mod scheduler;
 pub mod serve;
 pub mod status;
