@@ -1,12 +1,12 @@
 //! Brings a cluster up, or a running one to the wanted shape: only what is missing or changed is started.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::io::{BufRead as _, BufReader};
 use std::net::{Ipv4Addr, SocketAddr, TcpListener};
 use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, bail};
 use nix::sys::signal::Signal;
@@ -26,7 +26,9 @@ const PORTS: u16 = 200;
 /// The control plane must answer, containerd serve and the nodes be ready within these times.
 const CONTROL_LIMIT_S: u64 = 30;
 const CONTAINERD_LIMIT: Duration = Duration::from_secs(30);
-const READY_LIMIT_S: u64 = 90;
+const READY_LIMIT: Duration = Duration::from_secs(90);
+/// Pause before a watch that ended is opened again.
+const WATCH_AGAIN: Duration = Duration::from_millis(200);
 const SUPERVISOR_LIMIT: Duration = Duration::from_secs(5);
 /// Lines of a program's log that a failure shows.
 const LOG_TAIL: usize = 12;
@@ -431,34 +433,61 @@ pub(crate) fn kubectl(repo: &Repo, cluster: &Cluster) -> Result<Command> {
 
 /// Follows the nodes until all of them are ready.
 fn wait_ready(repo: &Repo, cluster: &Cluster, nodes: usize) -> Result<()> {
+    let deadline = Instant::now() + READY_LIMIT;
+    let mut ready = BTreeSet::new();
+    while let Some(left) = deadline.checked_duration_since(Instant::now()) {
+        // A watch may end early, for example when the control plane restarts under it.
+        follow_nodes(repo, cluster, nodes, left, &mut ready)?;
+        if ready.len() >= nodes {
+            return Ok(());
+        }
+        std::thread::sleep(WATCH_AGAIN);
+    }
+    let waiting: Vec<String> = (1..=nodes)
+        .map(|i| format!("n{i}"))
+        .filter(|name| !ready.contains(name))
+        .collect();
+    bail!(
+        "not ready after {} s: {}",
+        READY_LIMIT.as_secs(),
+        waiting.join(", ")
+    )
+}
+
+/// One watch; `ready` holds the names of the ready nodes at its end.
+fn follow_nodes(
+    repo: &Repo,
+    cluster: &Cluster,
+    nodes: usize,
+    limit: Duration,
+    ready: &mut BTreeSet<String>,
+) -> Result<()> {
     let mut watch = kubectl(repo, cluster)?;
     watch.args(["get", "nodes", "--watch", "--no-headers"]);
-    watch.arg(format!("--request-timeout={READY_LIMIT_S}s"));
+    watch.arg(format!("--request-timeout={}s", limit.as_secs().max(1)));
     watch
         .stdin(Stdio::null())
         .stdout(Stdio::piped())
         .stderr(Stdio::null());
     let mut child = watch.spawn().context("start kubectl")?;
     let lines = BufReader::new(child.stdout.take().context("kubectl has no output")?).lines();
-    let mut ready: BTreeMap<String, bool> = BTreeMap::new();
     for line in lines.map_while(Result::ok) {
         let mut words = line.split_whitespace();
         if let (Some(name), Some(status)) = (words.next(), words.next()) {
-            ready.insert(name.to_owned(), status.split(',').any(|s| s == "Ready"));
+            if status.split(',').any(|s| s == "Ready") {
+                ready.insert(name.to_owned());
+            } else {
+                ready.remove(name);
+            }
         }
-        if ready.values().filter(|r| **r).count() >= nodes {
-            let _ = child.kill();
-            let _ = child.wait();
-            return Ok(());
+        if ready.len() >= nodes {
+            break;
         }
     }
+    // It watches until it is told to stop; one that ended by itself cannot be killed.
     let _ = child.kill();
-    let _ = child.wait();
-    let waiting: Vec<String> = (1..=nodes)
-        .map(|i| format!("n{i}"))
-        .filter(|name| ready.get(name) != Some(&true))
-        .collect();
-    bail!("not ready after {READY_LIMIT_S} s: {}", waiting.join(", "))
+    child.wait().context("wait for kubectl")?;
+    Ok(())
 }
 
 /// What the programs said last, for the error of a failed start.
