@@ -13,6 +13,7 @@ use weir_agent::compile::routes::{self, Input, Problem};
 use weir_agent::config::Config;
 use weir_agent::feed::{FeedHandle, Origin, Update};
 use weir_agent::kernel::Kernel;
+use weir_agent::observe::Observe;
 use weir_agent::netlink::{Netlink, NetlinkError, sync};
 
 use super::Readiness;
@@ -36,6 +37,7 @@ pub(super) struct Applier {
     /// Interface index of the host link.
     pub(super) host_link: u32,
     pub(super) readiness: watch::Sender<Readiness>,
+    pub(super) observe: Observe,
 }
 
 /// What is known between two passes.
@@ -142,6 +144,7 @@ impl Applier {
         };
         match result {
             Ok(report) => {
+                self.observe.applied(progress.committed_at_us, started.elapsed(), report.changed);
                 tracing::debug!(
                     revision = progress.state.revision,
                     changed = report.changed,

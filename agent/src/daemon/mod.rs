@@ -21,12 +21,17 @@ use weir_agent::dns;
 use weir_agent::feed::{self, FeedHandle};
 use weir_agent::kernel::{self, Kernel, Limits, NodeIdentity, PodPrograms};
 use weir_agent::netlink::{self, Netlink, base};
+use weir_agent::observe::{self, Checks, Observe};
 use weir_agent::pods;
 
 /// Held by the one agent of a node.
 const LOCK_NAME: &str = "agent.lock";
 /// How often a part of the flow tables is walked for flows that ended.
 const FLOW_PERIOD: Duration = Duration::from_secs(1);
+
+const CHECK_PROGRAMS: &str = "programs";
+const CHECK_CNI: &str = "cni";
+const CHECK_SNAPSHOT: &str = "snapshot";
 
 /// What the node has become able to do, for its Ready condition.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -53,18 +58,25 @@ pub(crate) async fn run(config: Config) -> Result<()> {
     let shutdown = CancellationToken::new();
     watch_signals(&shutdown)?;
 
+    let observe = observe::start(&config, readiness_checks(), shutdown.clone()).await?;
     let node = {
         let config = Arc::clone(&config);
         tokio::task::spawn_blocking(move || prepare(&config)).await??
     };
+    observe.checks().pass(CHECK_PROGRAMS);
+    observe.set_dataplane(Arc::<Kernel>::clone(&node.kernel));
     let feed = feed::start(&config, shutdown.clone())?;
+    observe.set_feed(feed.clone());
     let dns = dns::start(&config, feed.updates(), shutdown.clone())?;
     tracing::info!(addresses = ?dns.addresses(), "cluster DNS listens");
+    observe.set_dns(dns);
     let (attachments, cni) = {
         let (config, feed, kernel) = (Arc::clone(&config), feed.clone(), Arc::clone(&node.kernel));
         let mtu = config.cni.mtu.unwrap_or(node.mtu);
         tokio::task::spawn_blocking(move || serve_cni(&config, &feed, kernel, mtu)).await??
     };
+    observe.checks().pass(CHECK_CNI);
+    observe.set_attachments(Arc::clone(&attachments));
     let (readiness, ready) = watch::channel(Readiness::default());
     let applier = apply::Applier {
         config: Arc::clone(&config),
@@ -73,7 +85,9 @@ pub(crate) async fn run(config: Config) -> Result<()> {
         attachments,
         host_link: node.host_link.near.index,
         readiness,
+        observe: observe.clone(),
     };
+    tokio::spawn(show_readiness(observe, ready.clone()));
     let apply = tokio::spawn(applier.run(shutdown.clone()));
     tokio::spawn(collect_flows(node.kernel, shutdown.clone()));
     if config.pods.is_some() {
@@ -93,6 +107,21 @@ pub(crate) async fn run(config: Config) -> Result<()> {
     tracing::info!("stopping; pods and services keep working");
     tokio::task::spawn_blocking(move || cni.stop()).await?;
     apply.await.context("end the apply loop")
+}
+
+/// What /readyz waits for, and what it says until then.
+fn readiness_checks() -> Checks {
+    Checks::new(&[
+        (CHECK_PROGRAMS, "the eBPF programs are not attached yet"),
+        (CHECK_CNI, "the CNI socket is not open yet"),
+        (CHECK_SNAPSHOT, "no complete state from the control plane is in the kernel yet"),
+    ])
+}
+
+async fn show_readiness(observe: Observe, mut ready: watch::Receiver<Readiness>) {
+    if ready.wait_for(|readiness| readiness.programmed).await.is_ok() {
+        observe.checks().pass(CHECK_SNAPSHOT);
+    }
 }
 
 /// Everything that must be in place before a pod is: sysctls, the host link, programs.

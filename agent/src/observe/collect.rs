@@ -1,0 +1,231 @@
+//! Values that are read when somebody asks: kernel counters, the feed, attachments, the process itself.
+
+use std::sync::Arc;
+
+use prometheus_client::collector::Collector;
+use prometheus_client::encoding::{DescriptorEncoder, EncodeMetric};
+use prometheus_client::metrics::counter::{ConstCounter, Counter};
+use prometheus_client::metrics::family::Family;
+use prometheus_client::metrics::gauge::{ConstGauge, Gauge};
+
+use crate::cni_api::Attachments;
+use crate::feed::FeedHandle;
+use crate::kernel;
+
+type Labels = [(&'static str, String); 1];
+type Encoded = Result<(), std::fmt::Error>;
+
+/// What the dataplane can be asked for.
+pub trait Dataplane: std::fmt::Debug + Send + Sync + 'static {
+    /// Every counter; empty when the kernel cannot be read.
+    fn counters(&self) -> Vec<kernel::Counter>;
+
+    /// Flows known now.
+    fn flow_count(&self) -> usize;
+}
+
+impl Dataplane for kernel::Kernel {
+    fn counters(&self) -> Vec<kernel::Counter> {
+        kernel::Kernel::counters(self).unwrap_or_else(|error| {
+            tracing::warn!(%error, "read the dataplane's counters");
+            Vec::new()
+        })
+    }
+
+    fn flow_count(&self) -> usize {
+        kernel::Kernel::flow_count(self)
+    }
+}
+
+#[derive(Debug)]
+pub(super) struct Kernel(pub(super) Arc<dyn Dataplane>);
+
+impl Collector for Kernel {
+    fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> Encoded {
+        let drops = Family::<Labels, Counter>::default();
+        let forwards = Family::<Labels, Counter>::default();
+        for counter in self.0.counters() {
+            let (family, label) = match counter.kind {
+                kernel::CounterKind::Drop => (&drops, "reason"),
+                kernel::CounterKind::Forward => (&forwards, "event"),
+            };
+            family
+                .get_or_create(&[(label, counter.name.to_owned())])
+                .inc_by(counter.packets);
+        }
+        family(
+            &mut encoder,
+            "weir_dropped_packets",
+            "Packets dropped by the dataplane",
+            &drops,
+        )?;
+        family(
+            &mut encoder,
+            "weir_dataplane_events",
+            "Packets and flows that took this path through the dataplane",
+            &forwards,
+        )?;
+        gauge(
+            &mut encoder,
+            "weir_flows",
+            "Flows known to the dataplane",
+            count(self.0.flow_count()),
+        )
+    }
+}
+
+#[derive(Debug)]
+pub(super) struct Feed(pub(super) FeedHandle);
+
+impl Collector for Feed {
+    fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> Encoded {
+        let status = self.0.status();
+        let revision = |r: u64| i64::try_from(r).unwrap_or(i64::MAX);
+        for (name, help, value) in [
+            (
+                "weir_feed_connected",
+                "1 while a feed server is followed",
+                i64::from(!status.server.is_empty()),
+            ),
+            (
+                "weir_feed_held_revision",
+                "Store revision of the desired state of this node",
+                revision(status.held_revision),
+            ),
+            (
+                "weir_feed_applied_revision",
+                "Store revision that is programmed in the kernel",
+                revision(status.applied_revision),
+            ),
+            (
+                "weir_feed_apply_failing",
+                "1 while the last apply failed",
+                i64::from(!status.apply_error.is_empty()),
+            ),
+        ] {
+            gauge(&mut encoder, name, help, value)?;
+        }
+        for (name, help, value) in [
+            (
+                "weir_feed_snapshots",
+                "Snapshots received",
+                status.snapshots,
+            ),
+            ("weir_feed_deltas", "Deltas received", status.deltas),
+            (
+                "weir_feed_disconnects",
+                "Feed connections lost",
+                status.disconnects,
+            ),
+        ] {
+            let counter = ConstCounter::new(value);
+            let metric = encoder.encode_descriptor(name, help, None, counter.metric_type())?;
+            counter.encode(metric)?;
+        }
+        let state = self.0.state();
+        for (name, help, value) in [
+            (
+                "weir_services",
+                "Services in the desired state",
+                state.services.len(),
+            ),
+            (
+                "weir_endpoint_slices",
+                "Slices in the desired state",
+                state.endpoint_slices.len(),
+            ),
+            (
+                "weir_nodes",
+                "Nodes in the desired state",
+                state.nodes.len(),
+            ),
+            (
+                "weir_pods_desired",
+                "Pods that this node is to run",
+                state.pods.len(),
+            ),
+        ] {
+            gauge(&mut encoder, name, help, count(value))?;
+        }
+        Ok(())
+    }
+}
+
+#[derive(Debug)]
+pub(super) struct Pods(pub(super) Arc<Attachments>);
+
+impl Collector for Pods {
+    fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> Encoded {
+        let records = self.0.records();
+        let in_use = Family::<Labels, Gauge>::default();
+        for label in ["ipv4", "ipv6"] {
+            in_use.get_or_create(&[("family", label.to_owned())]);
+        }
+        for address in records.iter().flat_map(|record| &record.addresses) {
+            let label = if address.is_ipv4() { "ipv4" } else { "ipv6" };
+            in_use.get_or_create(&[("family", label.to_owned())]).inc();
+        }
+        let help = "Pod addresses in use on this node";
+        family(&mut encoder, "weir_ipam_addresses_in_use", help, &in_use)?;
+        let help = "Pods attached by CNI ADD and not yet detached";
+        gauge(
+            &mut encoder,
+            "weir_cni_attachments",
+            help,
+            count(records.len()),
+        )
+    }
+}
+
+/// The usual metrics of a process, from /proc.
+#[derive(Debug)]
+pub(super) struct Process;
+
+impl Collector for Process {
+    fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> Encoded {
+        if let Some(bytes) = resident_bytes() {
+            let help = "Resident memory size in bytes";
+            gauge(&mut encoder, "process_resident_memory_bytes", help, bytes)?;
+        }
+        if let Ok(descriptors) = std::fs::read_dir("/proc/self/fd") {
+            let help = "Open file descriptors";
+            gauge(
+                &mut encoder,
+                "process_open_fds",
+                help,
+                count(descriptors.count()),
+            )?;
+        }
+        Ok(())
+    }
+}
+
+/// `VmRSS` of this process.
+pub(super) fn resident_bytes() -> Option<i64> {
+    let status = std::fs::read_to_string("/proc/self/status").ok()?;
+    let line = status
+        .lines()
+        .find_map(|line| line.strip_prefix("VmRSS:"))?;
+    let kib: i64 = line.trim().strip_suffix("kB")?.trim().parse().ok()?;
+    Some(kib * 1024)
+}
+
+fn count(n: usize) -> i64 {
+    i64::try_from(n).unwrap_or(i64::MAX)
+}
+
+fn gauge(encoder: &mut DescriptorEncoder<'_>, name: &str, help: &str, value: i64) -> Encoded {
+    let gauge = ConstGauge::new(value);
+    let metric = encoder.encode_descriptor(name, help, None, gauge.metric_type())?;
+    gauge.encode(metric)
+}
+
+fn family(
+    encoder: &mut DescriptorEncoder<'_>,
+    name: &str,
+    help: &str,
+    family: &impl EncodeMetric,
+) -> Encoded {
+    let metric = encoder.encode_descriptor(name, help, None, family.metric_type())?;
+    family.encode(metric)
+}

@@ -1,0 +1,254 @@
+//! What `weirctl` shows, as data: the agent writes it as JSON, `weirctl` reads it.
+
+use control_api::desired::{DesiredState, Name};
+use control_api::v1;
+use serde::{Deserialize, Serialize};
+
+use super::{Check, Observe, collect, lock};
+use crate::kernel::CounterKind;
+
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct StatusReport {
+    pub node: String,
+    pub version: String,
+    pub uptime_s: u64,
+    pub resident_bytes: i64,
+    pub ready: bool,
+    pub checks: Vec<Check>,
+    pub feed: Option<FeedReport>,
+    pub latency: Option<LatencyReport>,
+    pub services: usize,
+    pub endpoints: usize,
+    pub nodes: usize,
+    /// Pods attached to the network of this node.
+    pub attached_pods: usize,
+    pub flows: Option<FlowsReport>,
+    pub dns: Option<DnsReport>,
+}
+
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct FeedReport {
+    pub server: String,
+    pub held_revision: u64,
+    pub applied_revision: u64,
+    pub apply_error: String,
+    pub synced: bool,
+    pub snapshots: u64,
+    pub deltas: u64,
+    pub disconnects: u64,
+    pub last_error: String,
+}
+
+/// From the API's commit to the kernel, over the last changes.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub struct LatencyReport {
+    pub changes: usize,
+    pub median_ms: f64,
+    pub p99_ms: f64,
+    pub max_ms: f64,
+    pub last_ms: f64,
+}
+
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct FlowsReport {
+    pub flows: usize,
+    pub drops: Vec<CounterReport>,
+    pub events: Vec<CounterReport>,
+}
+
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct CounterReport {
+    pub name: String,
+    pub packets: u64,
+}
+
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct DnsReport {
+    pub addresses: Vec<String>,
+    pub synced: bool,
+}
+
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct ServiceReport {
+    pub namespace: String,
+    pub name: String,
+    pub kind: String,
+    pub cluster_ips: Vec<String>,
+    pub ports: Vec<PortReport>,
+}
+
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct PortReport {
+    pub name: String,
+    pub protocol: String,
+    pub port: u32,
+    pub node_port: u32,
+    /// Ready endpoints as ADDRESS:PORT.
+    pub backends: Vec<String>,
+    /// Endpoints that are not ready.
+    pub not_ready: usize,
+}
+
+impl Observe {
+    pub(super) fn status_report(&self) -> StatusReport {
+        let inner = &self.inner;
+        let state = inner
+            .feed
+            .get()
+            .map(crate::feed::FeedHandle::state)
+            .unwrap_or_default();
+        StatusReport {
+            node: inner.node_name.clone(),
+            version: env!("CARGO_PKG_VERSION").into(),
+            uptime_s: inner.started.elapsed().as_secs(),
+            resident_bytes: collect::resident_bytes().unwrap_or_default(),
+            ready: inner.checks.is_ready(),
+            checks: inner.checks.list(),
+            feed: inner.feed.get().map(|feed| feed_report(feed.status())),
+            latency: self.latency_report(),
+            services: state.services.len(),
+            endpoints: state
+                .endpoint_slices
+                .values()
+                .map(|s| s.endpoints.len())
+                .sum(),
+            nodes: state.nodes.len(),
+            attached_pods: inner.attachments.get().map_or(0, |a| a.records().len()),
+            flows: self.flows_report(),
+            dns: inner.dns.get().map(|dns| DnsReport {
+                addresses: dns.addresses().iter().map(ToString::to_string).collect(),
+                synced: dns.is_synced(),
+            }),
+        }
+    }
+
+    pub(super) fn flows_report(&self) -> Option<FlowsReport> {
+        let dataplane = self.inner.dataplane.get()?;
+        let counters = dataplane.counters();
+        let of = |kind: CounterKind| {
+            counters
+                .iter()
+                .filter(|counter| counter.kind == kind)
+                .map(|c| CounterReport {
+                    name: c.name.to_owned(),
+                    packets: c.packets,
+                })
+                .collect()
+        };
+        Some(FlowsReport {
+            flows: dataplane.flow_count(),
+            drops: of(CounterKind::Drop),
+            events: of(CounterKind::Forward),
+        })
+    }
+
+    pub(super) fn services_report(&self) -> Vec<ServiceReport> {
+        let Some(feed) = self.inner.feed.get() else {
+            return Vec::new();
+        };
+        let state = feed.state();
+        state
+            .services
+            .iter()
+            .map(|(name, service)| service_report(&state, name, service))
+            .collect()
+    }
+
+    fn latency_report(&self) -> Option<LatencyReport> {
+        let kept = lock(&self.inner.latencies_us);
+        let last = *kept.back()?;
+        let mut sorted: Vec<u64> = kept.iter().copied().collect();
+        drop(kept);
+        sorted.sort_unstable();
+        Some(LatencyReport {
+            changes: sorted.len(),
+            median_ms: millis(percentile(&sorted, 50)),
+            p99_ms: millis(percentile(&sorted, 99)),
+            max_ms: millis(percentile(&sorted, 100)),
+            last_ms: millis(last),
+        })
+    }
+}
+
+/// The smallest value that so many percent of the values do not exceed.
+fn percentile(sorted: &[u64], percent: usize) -> u64 {
+    let rank = (sorted.len() * percent).div_ceil(100).max(1);
+    sorted.get(rank - 1).copied().unwrap_or_default()
+}
+
+fn millis(us: u64) -> f64 {
+    std::time::Duration::from_micros(us).as_secs_f64() * 1000.0
+}
+
+fn feed_report(status: crate::feed::FeedStatus) -> FeedReport {
+    FeedReport {
+        server: status.server,
+        held_revision: status.held_revision,
+        applied_revision: status.applied_revision,
+        apply_error: status.apply_error,
+        synced: status.synced,
+        snapshots: status.snapshots,
+        deltas: status.deltas,
+        disconnects: status.disconnects,
+        last_error: status.last_error,
+    }
+}
+
+pub(super) fn service_report(
+    state: &DesiredState,
+    name: &Name,
+    service: &v1::Service,
+) -> ServiceReport {
+    let kind = match service.r#type() {
+        v1::ServiceType::NodePort => "NodePort",
+        v1::ServiceType::LoadBalancer => "LoadBalancer",
+        v1::ServiceType::ExternalName => "ExternalName",
+        _ if service.headless => "Headless",
+        _ => "ClusterIP",
+    };
+    let port_report = |port: &v1::ServicePort| {
+        let mut report = PortReport {
+            name: port.name.clone(),
+            protocol: port.protocol().as_str_name().to_owned(),
+            port: port.port,
+            node_port: port.node_port,
+            backends: Vec::new(),
+            not_ready: 0,
+        };
+        for slice in state.slices_of(name) {
+            let target = slice
+                .ports
+                .iter()
+                .find(|p| p.name == port.name && p.protocol == port.protocol);
+            let Some(target) = target else { continue };
+            for endpoint in &slice.endpoints {
+                if !endpoint.ready {
+                    report.not_ready += 1;
+                    continue;
+                }
+                report.backends.extend(endpoint.addresses.iter().map(
+                    |address| match address.parse() {
+                        Ok(ip) => std::net::SocketAddr::new(ip, wire_port(target.port)).to_string(),
+                        Err(_) => format!("{address}:{}", target.port),
+                    },
+                ));
+            }
+        }
+        report
+    };
+    ServiceReport {
+        namespace: name.namespace.clone(),
+        name: name.name.clone(),
+        kind: kind.to_owned(),
+        cluster_ips: if service.external_name.is_empty() {
+            service.cluster_ips.clone()
+        } else {
+            vec![service.external_name.clone()]
+        },
+        ports: service.ports.iter().map(port_report).collect(),
+    }
+}
+
+fn wire_port(port: u32) -> u16 {
+    u16::try_from(port).unwrap_or_default()
+}
