@@ -1,4 +1,5 @@
 //! Topology builder, case runner and the test tiers that need more than one room.
 
 pub mod cases;
+pub mod prog;
 pub mod topology;

@@ -19,6 +19,7 @@ const BPF_MAP_DELETE_ELEM: libc::c_int = 3;
 const BPF_OBJ_GET: libc::c_int = 7;
 const BPF_OBJ_GET_INFO_BY_FD: libc::c_int = 15;
 const BPF_MAP_LOOKUP_BATCH: libc::c_int = 24;
+const BPF_LINK_DETACH: libc::c_int = 34;
 
 /// Room for the kernel's opaque position in a batch walk; at least the size of any key.
 const POSITION_BYTES: usize = 64;
@@ -348,6 +349,18 @@ pub(super) fn open_pin(path: &Path) -> io::Result<OwnedFd> {
     let fd = i32::try_from(fd).map_err(|_| io::Error::from(io::ErrorKind::InvalidData))?;
     // SAFETY: the kernel gave this descriptor to us alone.
     Ok(unsafe { OwnedFd::from_raw_fd(fd) })
+}
+
+/// Detaches a pinned link at once. Removing its pin alone leaves that to a later moment.
+pub(super) fn detach_link(path: &Path) -> io::Result<()> {
+    #[repr(C)]
+    struct DetachAttr {
+        link_fd: u32,
+    }
+    let fd = open_pin(path)?;
+    let mut attr = DetachAttr { link_fd: number(&fd) };
+    // SAFETY: the structure holds no address.
+    unsafe { bpf(BPF_LINK_DETACH, &mut attr) }.map(drop)
 }
 
 fn map_info(fd: &OwnedFd) -> io::Result<MapInfo> {

@@ -16,7 +16,7 @@ use dataplane_common::{V4, V6};
 use super::pins::open_link;
 use super::{Program, Programs, change, classifier};
 use crate::kernel::services::Wire;
-use crate::kernel::table::Table;
+use crate::kernel::table::{Table, detach_link};
 use crate::kernel::{AttachError, HostLink, PodLink};
 
 /// Our place among the filters of a kernel without TCX: fixed, so that a restart replaces its own filter.
@@ -95,6 +95,8 @@ impl Programs {
         }
         for program in [Program::FromPod, Program::ToPod] {
             let path = self.pins.link(ifindex, program);
+            // A link whose interface has gone is detached already, and says so.
+            let _ = detach_link(&path);
             super::remove_if_present(&path)
                 .map_err(Cause::from)
                 .map_err(failed("remove the pin", &name))?;

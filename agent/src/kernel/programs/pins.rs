@@ -10,6 +10,7 @@ use aya::programs::tc::SchedClassifierLink;
 use super::Program;
 use super::attach::{CLSACT_HANDLE, CLSACT_PRIORITY};
 use crate::kernel::KernelError;
+use crate::kernel::table::detach_link;
 
 /// All pins of the product lie below this name.
 const ROOT: &str = "weir";
@@ -129,6 +130,8 @@ fn remove_below(path: &Path, removed: &mut Vec<PathBuf>) -> Result<(), KernelErr
         {
             remove_below(&child, removed)?;
         } else {
+            // Refused for maps and programs, which need no detaching.
+            let _ = detach_link(&child);
             std::fs::remove_file(&child).map_err(failed("remove", &child))?;
             removed.push(child);
         }

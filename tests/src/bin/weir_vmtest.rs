@@ -1,0 +1,177 @@
+//! Smoke test of the eBPF programs for virtual machines: one static binary that builds a node out of links, loads,
+//! attaches and runs every program, and says how much the verifier walked. Prints `PASS`, `FAIL` and `program` lines.
+
+use std::io::Write;
+use std::process::ExitCode;
+
+use anyhow::{Context, Result, ensure};
+use weir_agent::kernel::{Kernel, Limits, PodPrograms, Program};
+use weir_tests::prog::packet::Packet;
+use weir_tests::prog::world::{NODE_V4, NODE_V6, POD_A, POD_B, POD_FAR, PROTOCOLS, World};
+
+const LIMITS: Limits = Limits { flows: 4_096, frontends: 256, slots: 1_024, endpoints: 64 };
+
+/// Verdicts of the programs.
+const PASS: i32 = -1;
+const DROP: i32 = 2;
+const REDIRECT: i32 = 7;
+
+/// Addresses of one family: service, the pods, the node.
+struct Family {
+    name: &'static str,
+    vip: &'static str,
+    a: &'static str,
+    b: &'static str,
+    far: &'static str,
+    node: &'static str,
+}
+
+const FAMILIES: [Family; 2] = [
+    Family { name: "IPv4", vip: "10.96.0.20", a: POD_A.0, b: POD_B.0, far: POD_FAR.0, node: NODE_V4 },
+    Family { name: "IPv6", vip: "fd00:96::20", a: POD_A.1, b: POD_B.1, far: POD_FAR.1, node: NODE_V6 },
+];
+
+type Check = (&'static str, fn(&mut World, &Family, u8) -> Result<()>);
+
+const CHECKS: [Check; 6] = [
+    ("same node", same_node),
+    ("other node", other_node),
+    ("backend on the node", node_backend),
+    ("hairpin", hairpin),
+    ("host process", host_process),
+    ("spoofed source", spoofed),
+];
+
+fn main() -> ExitCode {
+    let mut failures = 0;
+    let mut report = |name: &str, result: Result<()>| {
+        let mut out = std::io::stdout().lock();
+        let written = match result {
+            Ok(()) => writeln!(out, "PASS {name}"),
+            Err(error) => {
+                failures += 1;
+                writeln!(out, "FAIL {name}: {error:#}")
+            }
+        };
+        // A console that is gone leaves the exit code.
+        drop(written);
+    };
+    match World::new(LIMITS) {
+        Ok(mut world) => {
+            report("load and attach", Ok(()));
+            programs(&world);
+            for (name, check) in CHECKS {
+                for family in &FAMILIES {
+                    for protocol in PROTOCOLS {
+                        let label = format!("{name}, {} protocol {protocol}", family.name);
+                        report(&label, check(&mut world, family, protocol));
+                    }
+                }
+            }
+            report("collect flows", collect(&world));
+            report("restart", restart(&mut world));
+            report("detach and clean up", clean(world));
+        }
+        Err(error) => report("load and attach", Err(error)),
+    }
+    if failures == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+}
+
+fn programs(world: &World) {
+    let mut out = std::io::stdout().lock();
+    for (program, instructions) in world.kernel.verified_instructions() {
+        let _ = writeln!(out, "program {program} verified_insns={instructions}");
+    }
+}
+
+fn at(address: &str, port: u16) -> String {
+    if address.contains(':') { format!("[{address}]:{port}") } else { format!("{address}:{port}") }
+}
+
+fn request(family: &Family, protocol: u8, source: &str) -> Packet {
+    Packet::new(protocol, &at(source, 40_000), &at(family.vip, 80))
+}
+
+/// Runs a program and checks the verdict and, through the parser, every checksum.
+fn run(world: &World, program: Program, packet: &Packet, ifindex: u32, verdict: i32) -> Result<Packet> {
+    let result = world.kernel.test_run(program, &packet.to_bytes(), ifindex, 1)?;
+    ensure!(result.verdict == verdict, "{program}: verdict {}, expected {verdict}", result.verdict);
+    Packet::from_bytes(&result.packet).with_context(|| format!("the packet after {program}"))
+}
+
+fn is_from_service(packet: &Packet, family: &Family) -> Result<()> {
+    ensure!(packet.source.to_string() == at(family.vip, 80), "answered as {}", packet.source);
+    ensure!(packet.destination.port() == 40_000, "to port {}", packet.destination.port());
+    Ok(())
+}
+
+fn same_node(world: &mut World, family: &Family, protocol: u8) -> Result<()> {
+    world.serve(family.vip, &[family.b])?;
+    let a = world.a.link.ifindex;
+    let sent = run(world, Program::FromPod, &request(family, protocol, family.a), a, REDIRECT)?;
+    ensure!(sent.destination.to_string() == at(family.b, 8080), "sent to {}", sent.destination);
+    let b = world.b.link.ifindex;
+    is_from_service(&run(world, Program::FromPod, &sent.answer(), b, REDIRECT)?, family)
+}
+
+fn other_node(world: &mut World, family: &Family, protocol: u8) -> Result<()> {
+    world.serve(family.vip, &[family.far])?;
+    let a = world.a.link.ifindex;
+    let sent = run(world, Program::FromPod, &request(family, protocol, family.a), a, REDIRECT)?;
+    ensure!(sent.destination.to_string() == at(family.far, 8080), "sent to {}", sent.destination);
+    let back = run(world, Program::FromNetwork, &sent.answer(), world.uplink, REDIRECT)?;
+    is_from_service(&back, family)
+}
+
+fn node_backend(world: &mut World, family: &Family, protocol: u8) -> Result<()> {
+    world.serve(family.vip, &[family.node])?;
+    let a = world.a.link.ifindex;
+    let sent = run(world, Program::FromPod, &request(family, protocol, family.a), a, PASS)?;
+    is_from_service(&run(world, Program::ToPod, &sent.answer(), a, PASS)?, family)
+}
+
+fn hairpin(world: &mut World, family: &Family, protocol: u8) -> Result<()> {
+    world.serve(family.vip, &[family.a])?;
+    let a = world.a.link.ifindex;
+    let sent = run(world, Program::FromPod, &request(family, protocol, family.a), a, REDIRECT)?;
+    is_from_service(&run(world, Program::FromPod, &sent.answer(), a, REDIRECT)?, family)
+}
+
+fn host_process(world: &mut World, family: &Family, protocol: u8) -> Result<()> {
+    let peer = world.host.peer_ifindex;
+    for backend in [family.b, family.far, family.node] {
+        world.serve(family.vip, &[backend])?;
+        run(world, Program::FromPod, &request(family, protocol, family.node), peer, REDIRECT)?;
+    }
+    Ok(())
+}
+
+fn spoofed(world: &mut World, family: &Family, protocol: u8) -> Result<()> {
+    let a = world.a.link.ifindex;
+    run(world, Program::FromPod, &request(family, protocol, family.b), a, DROP).map(drop)
+}
+
+fn collect(world: &World) -> Result<()> {
+    let report = world.kernel.collect_flows()?;
+    ensure!(report.walked > 0, "no flow was walked");
+    ensure!(report.repaired == 0, "{} half pairs", report.repaired);
+    Ok(())
+}
+
+fn restart(world: &mut World) -> Result<()> {
+    world.restart(LIMITS)?;
+    world.apply()?;
+    ensure!(world.kernel.is_attached(&world.a.link), "pod a lost its programs");
+    Ok(())
+}
+
+fn clean(world: World) -> Result<()> {
+    world.kernel.detach_pod(world.a.link.ifindex, &world.a.link.addresses)?;
+    ensure!(!world.kernel.is_attached(&world.a.link), "pod a is still attached");
+    let World { kernel, bpffs, .. } = world;
+    drop(kernel);
+    let removed = Kernel::cleanup(&bpffs)?;
+    ensure!(!removed.is_empty(), "nothing was removed");
+    ensure!(!bpffs.join("weir").exists(), "pins are left");
+    Ok(())
+}

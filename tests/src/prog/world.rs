@@ -1,0 +1,258 @@
+//! A node in a network namespace and a bpffs of the calling thread's own, with two pods' links, the host link and an
+//! uplink. Everything goes with the thread.
+
+use std::net::IpAddr;
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result};
+use control_api::desired::{Changes, DesiredState, Name};
+use control_api::v1::{
+    AddressFamily, ClusterConfig, Endpoint, EndpointPort, EndpointSlice, Protocol, Service,
+    ServicePort, ServiceType,
+};
+use nix::mount::{MsFlags, mount};
+use nix::sched::{CloneFlags, unshare};
+use weir_agent::compile::routes::Path as RoutePath;
+use weir_agent::kernel::{HostLink, Kernel, Limits, NodeIdentity, PodLink, PodPrograms};
+use weir_agent::netlink::Netlink;
+use weir_agent::netlink::link::VethEnd;
+
+use super::packet::{TCP, UDP};
+
+pub const NODE_V4: &str = "192.0.2.11";
+pub const NODE_V6: &str = "2001:db8:2::11";
+/// The other node, and a pod there.
+pub const PEER_V4: &str = "192.0.2.12";
+pub const PEER_V6: &str = "2001:db8:2::12";
+pub const PEER_MAC: [u8; 6] = [2, 0, 0, 0, 9, 9];
+
+/// Addresses of the pods `a` and `b` of this node.
+pub const POD_A: (&str, &str) = ("10.244.1.2", "fd00:244:1::2");
+pub const POD_B: (&str, &str) = ("10.244.1.3", "fd00:244:1::3");
+/// A pod of the other node.
+pub const POD_FAR: (&str, &str) = ("10.244.2.2", "fd00:244:2::2");
+
+/// A pod's link, made for the test.
+#[derive(Clone, Debug)]
+pub struct Pod {
+    pub link: PodLink,
+}
+
+#[derive(Debug)]
+pub struct World {
+    pub kernel: Kernel,
+    pub bpffs: PathBuf,
+    pub a: Pod,
+    pub b: Pod,
+    pub host: HostLink,
+    pub uplink: u32,
+    desired: DesiredState,
+    _mount: tempfile::TempDir,
+}
+
+/// Says why the tests that need a kernel cannot run here, if they cannot.
+#[must_use]
+pub fn unable() -> Option<String> {
+    if !nix::unistd::geteuid().is_root() {
+        return Some("the programs need root to load".into());
+    }
+    None
+}
+
+impl World {
+    /// Moves the calling thread into namespaces of its own and builds a node there.
+    ///
+    /// # Errors
+    /// Says which part could not be made.
+    pub fn new(limits: Limits) -> Result<Self> {
+        unshare(CloneFlags::CLONE_NEWNET | CloneFlags::CLONE_NEWNS).context("enter new namespaces")?;
+        let private = MsFlags::MS_REC | MsFlags::MS_PRIVATE;
+        mount(None::<&str>, "/", None::<&str>, private, None::<&str>).context("make mounts private")?;
+        let directory = tempfile::tempdir().context("a folder for bpffs")?;
+        let bpffs = directory.path().to_owned();
+        mount(Some("bpf"), &bpffs, Some("bpf"), MsFlags::empty(), None::<&str>)
+            .context("mount a bpffs")?;
+        let mut netlink = Netlink::open()?;
+        forward()?;
+        let a = pod(&mut netlink, "a", 1, POD_A)?;
+        let b = pod(&mut netlink, "b", 2, POD_B)?;
+        let uplink = uplink(&mut netlink)?;
+        let host = host_link(&mut netlink)?;
+        let kernel = open(&bpffs, limits)?;
+        kernel.attach_uplink("uplink")?;
+        kernel.attach_host_link(&host)?;
+        kernel.attach_pod(&a.link)?;
+        kernel.attach_pod(&b.link)?;
+        let desired = DesiredState { config: ClusterConfig::default(), ..DesiredState::default() };
+        let world = Self { kernel, bpffs, a, b, host, uplink, desired, _mount: directory };
+        world.apply()?;
+        Ok(world)
+    }
+
+    /// Serves `address`:80 (TCP and UDP) by these endpoints, in place of whatever it was.
+    ///
+    /// # Errors
+    /// When the maps cannot be changed.
+    pub fn serve(&mut self, address: &str, backends: &[&str]) -> Result<()> {
+        let name = format!("service-{}", address.replace([':', '.'], "-"));
+        let family =
+            if address.contains(':') { AddressFamily::Ipv6 } else { AddressFamily::Ipv4 };
+        let protocols = [("tcp", Protocol::Tcp), ("udp", Protocol::Udp)];
+        let service = Service {
+            namespace: "default".into(),
+            name: name.clone(),
+            r#type: ServiceType::ClusterIp.into(),
+            cluster_ips: vec![address.into()],
+            ports: protocols
+                .map(|(name, protocol)| ServicePort {
+                    name: name.into(),
+                    protocol: protocol.into(),
+                    port: 80,
+                    node_port: 0,
+                })
+                .into(),
+            ..Service::default()
+        };
+        let slice = EndpointSlice {
+            namespace: "default".into(),
+            name: name.clone(),
+            service: name.clone(),
+            family: family.into(),
+            ports: protocols
+                .map(|(name, protocol)| EndpointPort {
+                    name: name.into(),
+                    protocol: protocol.into(),
+                    port: 8080,
+                })
+                .into(),
+            endpoints: backends
+                .iter()
+                .map(|address| Endpoint {
+                    addresses: vec![(*address).into()],
+                    ready: true,
+                    serving: true,
+                    ..Endpoint::default()
+                })
+                .collect(),
+        };
+        self.desired.services.insert(Name::new("default", &name), service);
+        self.desired.endpoint_slices.insert(Name::new("default", &name), slice);
+        self.apply()
+    }
+
+    /// Ends the service at `address`.
+    ///
+    /// # Errors
+    /// When the maps cannot be changed.
+    pub fn end(&mut self, address: &str) -> Result<()> {
+        let name = Name::new("default", format!("service-{}", address.replace([':', '.'], "-")));
+        self.desired.services.remove(&name);
+        self.desired.endpoint_slices.remove(&name);
+        self.apply()
+    }
+
+    /// Opens the dataplane anew, as an agent that starts again does.
+    ///
+    /// # Errors
+    /// When it cannot be opened.
+    pub fn restart(&mut self, limits: Limits) -> Result<()> {
+        self.kernel = open(&self.bpffs, limits)?;
+        Ok(())
+    }
+
+    /// Applies the whole desired state.
+    ///
+    /// # Errors
+    /// When the maps cannot be changed, or a service did not fit.
+    pub fn apply(&self) -> Result<()> {
+        let everything = Changes { everything: true, ..Changes::default() };
+        let report = self.kernel.apply(&self.desired, &everything)?;
+        anyhow::ensure!(report.failed.is_empty(), "not programmed: {:?}", report.failed);
+        Ok(())
+    }
+
+    /// A counter by name.
+    ///
+    /// # Errors
+    /// When it cannot be read or does not exist.
+    pub fn counter(&self, name: &str) -> Result<u64> {
+        let counters = self.kernel.counters()?;
+        let found = counters.iter().find(|counter| counter.name == name);
+        Ok(found.with_context(|| format!("no counter {name}"))?.packets)
+    }
+}
+
+fn open(bpffs: &Path, limits: Limits) -> Result<Kernel> {
+    let node = NodeIdentity {
+        name: "n1".into(),
+        addresses: vec![NODE_V4.parse()?, NODE_V6.parse()?],
+        dns_port: 10053,
+    };
+    Ok(Kernel::open(bpffs, limits, node)?)
+}
+
+fn forward() -> Result<()> {
+    for key in ["net/ipv4/ip_forward", "net/ipv6/conf/all/forwarding", "net/ipv6/conf/default/forwarding"] {
+        let path = Path::new("/proc/sys").join(key);
+        std::fs::write(&path, "1").with_context(|| format!("set {}", path.display()))?;
+    }
+    // Addresses that are being checked for duplicates cannot be used yet.
+    std::fs::write("/proc/sys/net/ipv6/conf/default/accept_dad", "0").context("no duplicate checks")
+}
+
+fn veth(netlink: &mut Netlink, near: &str, far: &str, number: u8) -> Result<(u32, u32)> {
+    let near = VethEnd { name: near, mac: [2, 0, 0, 0, number, 1], netns: None };
+    let far = VethEnd { name: far, mac: [2, 0, 0, 0, number, 2], netns: None };
+    netlink.create_veth(&near, &far, 1500)?;
+    let mut index = |name: &str| -> Result<u32> {
+        let link = netlink.link(name)?.with_context(|| format!("link {name}"))?;
+        netlink.set_link_up(link.index, true)?;
+        Ok(link.index)
+    };
+    Ok((index(near.name)?, index(far.name)?))
+}
+
+fn pod(netlink: &mut Netlink, name: &str, number: u8, addresses: (&str, &str)) -> Result<Pod> {
+    let host_name = format!("pod-{name}");
+    let (ifindex, _) = veth(netlink, &host_name, &format!("in-{name}"), number)?;
+    let addresses: Vec<IpAddr> = vec![addresses.0.parse()?, addresses.1.parse()?];
+    for address in &addresses {
+        netlink.add_route((*address).into(), RoutePath::Link { link: ifindex, source: None })?;
+        netlink.set_neighbour(ifindex, *address, [2, 0, 0, 0, number, 2])?;
+    }
+    let (pod_mac, host_mac) = ([2, 0, 0, 0, number, 2], [2, 0, 0, 0, number, 1]);
+    Ok(Pod { link: PodLink { ifindex, host_name, pod_mac, host_mac, addresses } })
+}
+
+fn uplink(netlink: &mut Netlink) -> Result<u32> {
+    let (uplink, _) = veth(netlink, "uplink", "wire", 3)?;
+    for (own, peer, range) in [
+        (NODE_V4, PEER_V4, "10.244.2.0/24"),
+        (NODE_V6, PEER_V6, "fd00:244:2::/64"),
+    ] {
+        let (own, gateway): (IpAddr, IpAddr) = (own.parse()?, peer.parse()?);
+        netlink.add_host_address(uplink, own)?;
+        netlink.add_route(gateway.into(), RoutePath::Link { link: uplink, source: None })?;
+        netlink.set_neighbour(uplink, gateway, PEER_MAC)?;
+        netlink.add_route(range.parse()?, RoutePath::Via { gateway, link: uplink, source: None })?;
+    }
+    Ok(uplink)
+}
+
+fn host_link(netlink: &mut Netlink) -> Result<HostLink> {
+    let (host_ifindex, peer_ifindex) = veth(netlink, "weir_host", "weir_hostp", 4)?;
+    for range in ["10.96.0.0/16", "fd00:96::/112"] {
+        let path = RoutePath::Link { link: host_ifindex, source: None };
+        netlink.add_route(range.parse()?, path)?;
+    }
+    Ok(HostLink {
+        peer_name: "weir_hostp".into(),
+        peer_ifindex,
+        peer_mac: [2, 0, 0, 0, 4, 2],
+        host_ifindex,
+        host_mac: [2, 0, 0, 0, 4, 1],
+    })
+}
+
+/// Both protocols that services are translated for.
+pub const PROTOCOLS: [u8; 2] = [TCP, UDP];

@@ -1,0 +1,449 @@
+//! The `prog` tier: the eBPF programs under `BPF_PROG_TEST_RUN`. A packet in, a verdict, a packet out; every checksum
+//! is computed from scratch. Needs root and an embedded object.
+
+use anyhow::{Context, Result, ensure};
+use dataplane_common::{SNAT_PORT_FIRST, V4};
+use weir_agent::kernel::{Limits, PodPrograms, Program};
+use weir_tests::prog::packet::{ACK, FIN, Packet, RST, SYN, TCP, UDP};
+use weir_tests::prog::world::{
+    NODE_V4, NODE_V6, POD_A, POD_B, POD_FAR, PROTOCOLS, World, unable,
+};
+
+/// Verdicts of the programs.
+const PASS: i32 = -1;
+const DROP: i32 = 2;
+const REDIRECT: i32 = 7;
+
+const VIP_V4: &str = "10.96.0.20";
+const VIP_V6: &str = "fd00:96::20";
+const OTHER_VIP_V4: &str = "10.96.0.21";
+const OTHER_VIP_V6: &str = "fd00:96::21";
+
+/// Small tables, so that a full one is reached quickly.
+const LIMITS: Limits = Limits { flows: 1_024, frontends: 64, slots: 256, endpoints: 64 };
+
+/// The addresses of one family.
+#[derive(Clone, Copy)]
+struct Family {
+    vip: &'static str,
+    other_vip: &'static str,
+    a: &'static str,
+    b: &'static str,
+    far: &'static str,
+    node: &'static str,
+    host_source: &'static str,
+}
+
+const FAMILIES: [Family; 2] = [
+    Family {
+        vip: VIP_V4,
+        other_vip: OTHER_VIP_V4,
+        a: POD_A.0,
+        b: POD_B.0,
+        far: POD_FAR.0,
+        node: NODE_V4,
+        host_source: "169.254.1.2",
+    },
+    Family {
+        vip: VIP_V6,
+        other_vip: OTHER_VIP_V6,
+        a: POD_A.1,
+        b: POD_B.1,
+        far: POD_FAR.1,
+        node: NODE_V6,
+        host_source: "fe80::2",
+    },
+];
+
+fn at(address: &str, port: u16) -> String {
+    if address.contains(':') { format!("[{address}]:{port}") } else { format!("{address}:{port}") }
+}
+
+/// Builds a world and runs the test for both families and protocols, each in a world of its own.
+fn each(test: impl Fn(&mut World, Family, u8) -> Result<()> + Copy + Send + Sync + 'static) {
+    if let Some(reason) = unable() {
+        println!("SKIPPED: {reason}");
+        return;
+    }
+    for family in FAMILIES {
+        for protocol in PROTOCOLS {
+            // Namespaces belong to a thread.
+            let run = std::thread::spawn(move || {
+                let mut world = World::new(LIMITS)?;
+                test(&mut world, family, protocol)
+            });
+            let result = run.join().expect("the test thread panicked");
+            if let Err(error) = result {
+                panic!("{} protocol {protocol}: {error:?}", family.vip);
+            }
+        }
+    }
+}
+
+/// Runs a program once, and reads what comes out.
+fn run(world: &World, program: Program, packet: &Packet, ifindex: u32) -> Result<(i32, Packet)> {
+    let result = world.kernel.test_run(program, &packet.to_bytes(), ifindex, 1)?;
+    let output = Packet::from_bytes(&result.packet).context("the packet that came out")?;
+    ensure!(output.payload == packet.payload, "the payload changed");
+    Ok((result.verdict, output))
+}
+
+/// Runs, and expects verdict, source and destination.
+fn expect(
+    world: &World,
+    program: Program,
+    packet: &Packet,
+    ifindex: u32,
+    wanted: (i32, &str, &str),
+) -> Result<Packet> {
+    let (verdict, output) = run(world, program, packet, ifindex)?;
+    let (want_verdict, source, destination) = wanted;
+    ensure!(
+        verdict == want_verdict
+            && output.source == source.parse()?
+            && output.destination == destination.parse()?,
+        "{program} on {} -> {}: verdict {verdict}, {} -> {}; expected {want_verdict}, {source} -> {destination}; {:?}",
+        packet.source,
+        packet.destination,
+        output.source,
+        output.destination,
+        world.kernel.counters()?.iter().filter(|c| c.packets > 0).map(|c| (c.name, c.packets)).collect::<Vec<_>>(),
+    );
+    Ok(output)
+}
+
+#[test]
+fn a_backend_on_another_node_is_reached_over_the_network_and_answers_as_the_service() {
+    each(|world, f, protocol| {
+        world.serve(f.vip, &[f.far])?;
+        let request = Packet::new(protocol, &at(f.a, 40000), &at(f.vip, 80));
+        let sent = expect(
+            world,
+            Program::FromPod,
+            &request,
+            world.a.link.ifindex,
+            (REDIRECT, &at(f.a, 40000), &at(f.far, 8080)),
+        )?;
+        let back = expect(
+            world,
+            Program::FromNetwork,
+            &sent.answer(),
+            world.uplink,
+            (REDIRECT, &at(f.vip, 80), &at(f.a, 40000)),
+        )?;
+        ensure!(back.destination_mac == world.a.link.pod_mac, "addressed to the pod's interface");
+        ensure!(world.counter("flow_created")? == 1);
+        Ok(())
+    });
+}
+
+#[test]
+fn a_backend_on_the_same_node_is_reached_directly() {
+    each(|world, f, protocol| {
+        world.serve(f.vip, &[f.b])?;
+        let request = Packet::new(protocol, &at(f.a, 40000), &at(f.vip, 80));
+        let (a, b) = (world.a.link.clone(), world.b.link.clone());
+        let wanted = (REDIRECT, &*at(f.a, 40000), &*at(f.b, 8080));
+        let sent = expect(world, Program::FromPod, &request, a.ifindex, wanted)?;
+        ensure!(sent.destination_mac == b.pod_mac && sent.source_mac == b.host_mac);
+        let wanted = (REDIRECT, &*at(f.vip, 80), &*at(f.a, 40000));
+        let back = expect(world, Program::FromPod, &sent.answer(), b.ifindex, wanted)?;
+        ensure!(back.destination_mac == a.pod_mac && back.source_mac == a.host_mac);
+        Ok(())
+    });
+}
+
+#[test]
+fn a_backend_that_is_the_node_itself_is_reached_through_its_stack() {
+    each(|world, f, protocol| {
+        world.serve(f.vip, &[f.node])?;
+        let request = Packet::new(protocol, &at(f.a, 40000), &at(f.vip, 80));
+        let ifindex = world.a.link.ifindex;
+        let wanted = (PASS, &*at(f.a, 40000), &*at(f.node, 8080));
+        let sent = expect(world, Program::FromPod, &request, ifindex, wanted)?;
+        let wanted = (PASS, &*at(f.vip, 80), &*at(f.a, 40000));
+        expect(world, Program::ToPod, &sent.answer(), ifindex, wanted)?;
+        Ok(())
+    });
+}
+
+#[test]
+fn a_pod_reaches_itself_through_its_service() {
+    each(|world, f, protocol| {
+        world.serve(f.vip, &[f.a])?;
+        let ifindex = world.a.link.ifindex;
+        let request = Packet::new(protocol, &at(f.a, 40000), &at(f.vip, 80));
+        let (verdict, sent) = run(world, Program::FromPod, &request, ifindex)?;
+        ensure!(verdict == REDIRECT && sent.destination == at(f.a, 8080).parse()?);
+        ensure!(sent.source.ip() == f.node.parse::<std::net::IpAddr>()?, "seen from {}", sent.source);
+        ensure!(sent.source.port() >= SNAT_PORT_FIRST);
+        let wanted = (REDIRECT, &*at(f.vip, 80), &*at(f.a, 40000));
+        expect(world, Program::FromPod, &sent.answer(), ifindex, wanted)?;
+        Ok(())
+    });
+}
+
+#[test]
+fn a_process_of_the_node_reaches_pods_here_and_elsewhere() {
+    each(|world, f, protocol| {
+        world.serve(f.vip, &[f.b])?;
+        let request = Packet::new(protocol, &at(f.node, 40000), &at(f.vip, 80));
+        let host = world.host.clone();
+        let wanted = (REDIRECT, &*at(f.node, 40000), &*at(f.b, 8080));
+        let sent = expect(world, Program::FromPod, &request, host.peer_ifindex, wanted)?;
+        let wanted = (REDIRECT, &*at(f.vip, 80), &*at(f.node, 40000));
+        let back = expect(world, Program::FromPod, &sent.answer(), world.b.link.ifindex, wanted)?;
+        ensure!(back.destination_mac == host.host_mac, "comes in where the service range is routed to");
+
+        world.serve(f.other_vip, &[f.far])?;
+        let request = Packet::new(protocol, &at(f.node, 40000), &at(f.other_vip, 80));
+        let wanted = (REDIRECT, &*at(f.node, 40000), &*at(f.far, 8080));
+        let sent = expect(world, Program::FromPod, &request, host.peer_ifindex, wanted)?;
+        let wanted = (REDIRECT, &*at(f.other_vip, 80), &*at(f.node, 40000));
+        expect(world, Program::FromNetwork, &sent.answer(), world.uplink, wanted)?;
+        Ok(())
+    });
+}
+
+#[test]
+fn a_process_of_the_node_reaches_a_backend_that_is_the_node() {
+    each(|world, f, protocol| {
+        world.serve(f.vip, &[f.node])?;
+        let request = Packet::new(protocol, &at(f.node, 40000), &at(f.vip, 80));
+        let peer = world.host.peer_ifindex;
+        let wanted = (REDIRECT, &*at(f.host_source, 40000), &*at(f.node, 8080));
+        let sent = expect(world, Program::FromPod, &request, peer, wanted)?;
+        ensure!(sent.destination_mac == world.host.host_mac);
+        let wanted = (REDIRECT, &*at(f.vip, 80), &*at(f.node, 40000));
+        expect(world, Program::FromPod, &sent.answer(), peer, wanted)?;
+        Ok(())
+    });
+}
+
+#[test]
+fn a_client_from_outside_that_is_routed_here_is_answered_through_here() {
+    each(|world, f, protocol| {
+        world.serve(f.vip, &[f.far])?;
+        let outside = if f.vip.contains(':') { "2001:db8:2::100" } else { "192.0.2.100" };
+        let request = Packet::new(protocol, &at(outside, 40000), &at(f.vip, 80));
+        let (verdict, sent) = run(world, Program::FromPod, &request, world.host.peer_ifindex)?;
+        ensure!(verdict == REDIRECT && sent.source.ip() == f.node.parse::<std::net::IpAddr>()?);
+        let wanted = (PASS, &*at(f.vip, 80), &*at(outside, 40000));
+        expect(world, Program::FromNetwork, &sent.answer(), world.uplink, wanted)?;
+        Ok(())
+    });
+}
+
+#[test]
+fn packets_that_are_for_no_service_go_their_way_unchanged() {
+    each(|world, f, protocol| {
+        let (a, b) = (world.a.link.ifindex, world.b.link.clone());
+        let direct = Packet::new(protocol, &at(f.a, 40000), &at(f.b, 8080));
+        let wanted = (REDIRECT, &*at(f.a, 40000), &*at(f.b, 8080));
+        let sent = expect(world, Program::FromPod, &direct, a, wanted)?;
+        ensure!(sent.destination_mac == b.pod_mac);
+        let far = Packet::new(protocol, &at(f.a, 40000), &at(f.far, 8080));
+        let wanted = (REDIRECT, &*at(f.a, 40000), &*at(f.far, 8080));
+        expect(world, Program::FromPod, &far, a, wanted)?;
+        let node = Packet::new(protocol, &at(f.a, 40000), &at(f.node, 22));
+        let wanted = (PASS, &*at(f.a, 40000), &*at(f.node, 22));
+        expect(world, Program::FromPod, &node, a, wanted)?;
+        let wanted = (REDIRECT, &*at(f.far, 8080), &*at(f.a, 40000));
+        expect(world, Program::FromNetwork, &far.answer(), world.uplink, wanted)?;
+        ensure!(world.counter("flow_created")? == 0);
+        Ok(())
+    });
+}
+
+#[test]
+fn a_source_that_is_not_the_pods_own_is_dropped() {
+    each(|world, f, protocol| {
+        world.serve(f.vip, &[f.far])?;
+        for source in [f.b, f.node, f.far] {
+            let packet = Packet::new(protocol, &at(source, 40000), &at(f.vip, 80));
+            let (verdict, _) = run(world, Program::FromPod, &packet, world.a.link.ifindex)?;
+            ensure!(verdict == DROP, "{source} got {verdict}");
+        }
+        ensure!(world.counter("spoofed_source")? == 3);
+        Ok(())
+    });
+}
+
+#[test]
+fn a_link_without_an_entry_sends_nothing() {
+    each(|world, f, protocol| {
+        world.kernel.detach_pod(world.a.link.ifindex, &world.a.link.addresses)?;
+        let packet = Packet::new(protocol, &at(f.a, 40000), &at(f.b, 80));
+        let (verdict, _) = run(world, Program::FromPod, &packet, world.a.link.ifindex)?;
+        ensure!(verdict == DROP && world.counter("unknown_link")? == 1);
+        ensure!(!world.kernel.is_attached(&world.a.link) && world.kernel.is_attached(&world.b.link));
+        world.kernel.attach_pod(&world.a.link)?;
+        ensure!(world.kernel.is_attached(&world.a.link));
+        Ok(())
+    });
+}
+
+#[test]
+fn a_service_without_backends_and_an_address_without_a_service_drop_by_name() {
+    each(|world, f, protocol| {
+        world.serve(f.vip, &[])?;
+        let a = world.a.link.ifindex;
+        let none = Packet::new(protocol, &at(f.a, 40000), &at(f.vip, 80));
+        ensure!(run(world, Program::FromPod, &none, a)?.0 == DROP);
+        ensure!(world.counter("no_backend")? == 1);
+        let unknown = Packet::new(protocol, &at(f.a, 40000), &at(f.vip, 81));
+        ensure!(run(world, Program::FromPod, &unknown, a)?.0 == DROP);
+        let host = Packet::new(protocol, &at(f.node, 40000), &at(f.vip, 81));
+        ensure!(run(world, Program::FromPod, &host, world.host.peer_ifindex)?.0 == DROP);
+        ensure!(world.counter("no_frontend")? == 2);
+        Ok(())
+    });
+}
+
+#[test]
+fn two_services_with_one_backend_and_one_client_port_stay_apart() {
+    each(|world, f, protocol| {
+        world.serve(f.vip, &[f.far])?;
+        world.serve(f.other_vip, &[f.far])?;
+        let a = world.a.link.ifindex;
+        let mut sent = Vec::new();
+        for vip in [f.vip, f.other_vip] {
+            let request = Packet::new(protocol, &at(f.a, 40000), &at(vip, 80));
+            let (verdict, output) = run(world, Program::FromPod, &request, a)?;
+            ensure!(verdict == REDIRECT && output.destination == at(f.far, 8080).parse()?);
+            sent.push((vip, output));
+        }
+        ensure!(sent[0].1.source.port() == 40000 && sent[1].1.source.port() >= SNAT_PORT_FIRST);
+        for (vip, output) in sent {
+            let wanted = (REDIRECT, &*at(vip, 80), &*at(f.a, 40000));
+            expect(world, Program::FromNetwork, &output.answer(), world.uplink, wanted)?;
+        }
+        ensure!(world.counter("source_port_changed")? == 1);
+        Ok(())
+    });
+}
+
+#[test]
+fn flows_leave_a_backend_that_goes_and_are_collected() {
+    each(|world, f, protocol| {
+        world.serve(f.vip, &[f.b])?;
+        let a = world.a.link.ifindex;
+        let request = Packet::new(protocol, &at(f.a, 40000), &at(f.vip, 80));
+        let wanted = (REDIRECT, &*at(f.a, 40000), &*at(f.b, 8080));
+        expect(world, Program::FromPod, &request, a, wanted)?;
+        world.serve(f.vip, &[f.far])?;
+        let wanted = (REDIRECT, &*at(f.a, 40000), &*at(f.far, 8080));
+        expect(world, Program::FromPod, &request, a, wanted)?;
+        ensure!(world.counter("flow_renewed")? == 1);
+        world.kernel.collect_flows()?;
+        ensure!(world.kernel.flow_count() == 1, "the live flow stays");
+        world.end(f.vip)?;
+        let report = world.kernel.collect_flows()?;
+        ensure!(report.removed == 1 && world.kernel.flow_count() == 0, "{report:?}");
+        ensure!(run(world, Program::FromPod, &request, a)?.0 == DROP);
+        ensure!(world.counter("no_frontend")? == 1);
+        Ok(())
+    });
+}
+
+#[test]
+fn a_restart_keeps_flows_and_services() {
+    each(|world, f, protocol| {
+        world.serve(f.vip, &[f.far, f.b])?;
+        let a = world.a.link.ifindex;
+        let request = Packet::new(protocol, &at(f.a, 40000), &at(f.vip, 80));
+        let (_, sent) = run(world, Program::FromPod, &request, a)?;
+        world.restart(LIMITS)?;
+        ensure!(world.kernel.is_attached(&world.a.link));
+        for _ in 0..8 {
+            let (verdict, again) = run(world, Program::FromPod, &request, a)?;
+            ensure!(verdict == REDIRECT && again.destination == sent.destination);
+        }
+        world.apply()?;
+        let (_, again) = run(world, Program::FromPod, &request, a)?;
+        ensure!(again.destination == sent.destination, "ids stay over the first apply");
+        ensure!(world.counter("flow_renewed")? == 0 && world.counter("flow_created")? == 1);
+        Ok(())
+    });
+}
+
+#[test]
+fn a_full_flow_table_refuses_new_flows_and_keeps_old_ones() {
+    each(|world, f, protocol| {
+        world.serve(f.vip, &[f.far])?;
+        let a = world.a.link.ifindex;
+        let limit = u16::try_from(LIMITS.flows)?;
+        let first = Packet::new(protocol, &at(f.a, 10_000), &at(f.vip, 80));
+        let mut dropped = 0;
+        for offset in 0..limit + 50 {
+            let request = Packet::new(protocol, &at(f.a, 10_000 + offset), &at(f.vip, 80));
+            if run(world, Program::FromPod, &request, a)?.0 == DROP {
+                dropped += 1;
+            }
+        }
+        ensure!(dropped >= 50, "{dropped} dropped");
+        ensure!(world.counter("flow_table_full")? == dropped);
+        ensure!(run(world, Program::FromPod, &first, a)?.0 == REDIRECT, "an old flow goes on");
+        let report = world.kernel.collect_flows()?;
+        ensure!(report.repaired == 0, "no half pairs: {report:?}");
+        Ok(())
+    });
+}
+
+#[test]
+fn a_datagram_without_checksum_stays_without() {
+    each(|world, f, protocol| {
+        if protocol != UDP || f.vip.contains(':') {
+            return Ok(());
+        }
+        world.serve(f.vip, &[f.far])?;
+        let mut request = Packet::new(UDP, &at(f.a, 40000), &at(f.vip, 80));
+        request.checksum = false;
+        let wanted = (REDIRECT, &*at(f.a, 40000), &*at(f.far, 8080));
+        let sent = expect(world, Program::FromPod, &request, world.a.link.ifindex, wanted)?;
+        ensure!(!sent.checksum);
+        Ok(())
+    });
+}
+
+#[test]
+fn a_new_connection_from_a_port_that_has_closed_chooses_again() {
+    each(|world, f, protocol| {
+        if protocol != TCP {
+            return Ok(());
+        }
+        world.serve(f.vip, &[f.far])?;
+        let a = world.a.link.ifindex;
+        let open = Packet::new(TCP, &at(f.a, 40000), &at(f.vip, 80));
+        let (_, sent) = run(world, Program::FromPod, &open, a)?;
+        for answer in [SYN | ACK, FIN | ACK, RST] {
+            run(world, Program::FromNetwork, &sent.answer().with_flags(answer), world.uplink)?;
+        }
+        run(world, Program::FromPod, &open.clone().with_flags(ACK), a)?;
+        ensure!(world.counter("flow_renewed")? == 0, "stray segments use the old flow");
+        run(world, Program::FromPod, &open, a)?;
+        ensure!(world.counter("flow_renewed")? == 1);
+        Ok(())
+    });
+}
+
+#[test]
+fn the_hit_path_is_quick() {
+    each(|world, f, protocol| {
+        world.serve(f.vip, &[f.b])?;
+        let request = Packet::new(protocol, &at(f.a, 40000), &at(f.vip, 80)).with_flags(ACK);
+        let a = world.a.link.ifindex;
+        run(world, Program::FromPod, &request, a)?;
+        // The test run hands the changed packet to the next round, so a direct packet shows the path's cost.
+        let direct = Packet::new(protocol, &at(f.a, 40000), &at(f.b, 8080));
+        let result = world.kernel.test_run(Program::FromPod, &direct.to_bytes(), a, 200_000)?;
+        println!("from_pod {} protocol {protocol}, no service: {:?}", f.vip, result.duration);
+        println!("verified instructions: {:?}", world.kernel.verified_instructions());
+        Ok(())
+    });
+}
+
+#[test]
+fn constants_agree_with_the_texts_here() {
+    assert_eq!(V4::new(dataplane_common::HOST_SNAT_V4).octets(), [169, 254, 1, 2]);
+}
