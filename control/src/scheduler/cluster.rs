@@ -1,6 +1,6 @@
 //! The nodes with what stands on them, pods that are on their way to a node included. Pure.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::Arc;
 
 use serde_json::Value;
@@ -72,6 +72,11 @@ pub(super) struct Cluster {
     nodes: BTreeMap<String, Node>,
     /// Pod uid to the node it counts against.
     placed: HashMap<String, String>,
+    /// Uids of placed pods that keep others away.
+    guards: BTreeSet<String>,
+    /// Pods for which room is being made, by uid: node and pod.
+    nominated: BTreeMap<String, (String, Arc<Pod>)>,
+    namespaces: HashMap<String, Arc<Value>>,
 }
 
 impl Cluster {
@@ -83,15 +88,57 @@ impl Cluster {
         self.nodes.get(name).filter(|node| node.known)
     }
 
-    pub(super) fn node_mut(&mut self, name: &str) -> Option<&mut Node> {
-        self.nodes.get_mut(name).filter(|node| node.known)
-    }
-
     /// Every pod that counts against some node.
     pub(super) fn pods(&self) -> impl Iterator<Item = (&Node, &Arc<Pod>)> {
         self.nodes
             .values()
             .flat_map(|node| node.pods.values().map(move |pod| (node, pod)))
+    }
+
+    /// Placed pods that keep others away, with their nodes.
+    pub(super) fn guards(&self) -> impl Iterator<Item = (&Node, &Arc<Pod>)> {
+        self.guards.iter().filter_map(|uid| {
+            let node = self.nodes.get(self.placed.get(uid)?)?;
+            Some((node, node.pods.get(uid)?))
+        })
+    }
+
+    pub(super) fn namespace(&self, name: &str) -> Option<&Value> {
+        self.namespaces.get(name).map(AsRef::as_ref)
+    }
+
+    pub(super) fn put_namespace(&mut self, object: Arc<Value>) {
+        self.namespaces.insert(object.name().to_owned(), object);
+    }
+
+    pub(super) fn remove_namespace(&mut self, name: &str) {
+        self.namespaces.remove(name);
+    }
+
+    /// Room is being made for the pod on this node.
+    pub(super) fn nominate(&mut self, pod: Arc<Pod>, node: &str) {
+        self.nominated
+            .insert(pod.uid.clone(), (node.to_owned(), pod));
+    }
+
+    pub(super) fn withdraw_nomination(&mut self, uid: &str) {
+        self.nominated.remove(uid);
+    }
+
+    pub(super) fn nomination(&self, uid: &str) -> Option<&str> {
+        self.nominated.get(uid).map(|(node, _)| node.as_str())
+    }
+
+    /// Pods for which room is kept on the node, the given one and less important ones excepted.
+    pub(super) fn nominated_before(
+        &self,
+        pod: &Pod,
+        node: &str,
+    ) -> impl Iterator<Item = &Arc<Pod>> {
+        self.nominated.values().filter_map(move |(on, other)| {
+            let first = other.priority >= pod.priority && other.uid != pod.uid;
+            (on == node && first).then_some(other)
+        })
     }
 
     pub(super) fn is_placed(&self, uid: &str) -> bool {
@@ -122,6 +169,10 @@ impl Cluster {
     /// Counts the pod against a node: where it is bound, or where it is about to be.
     pub(super) fn place(&mut self, pod: Arc<Pod>, node: &str) {
         self.lift(&pod.uid);
+        self.nominated.remove(&pod.uid);
+        if pod.rules.guards() {
+            self.guards.insert(pod.uid.clone());
+        }
         self.placed.insert(pod.uid.clone(), node.to_owned());
         self.nodes
             .entry(node.to_owned())
@@ -134,6 +185,7 @@ impl Cluster {
         let Some(name) = self.placed.remove(uid) else {
             return false;
         };
+        self.guards.remove(uid);
         if let Some(node) = self.nodes.get_mut(&name) {
             node.remove(uid);
             if !node.known && node.pods.is_empty() {

@@ -1,5 +1,6 @@
 //! The scheduler's state and its decisions, free of I/O: events in, decisions out, time as a value.
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -8,7 +9,9 @@ use serde_json::Value;
 use super::cluster::{Cluster, Node};
 use super::filters::{self, Cause, Refusal};
 use super::pod::{Pod, wants_node};
+use super::preempt::{self, Preemption};
 use super::queue::{Hopes, News, Queue};
+use super::rules::Prepared;
 use super::scores;
 use crate::controllers::pods::is_finished;
 use crate::controllers::runtime::informer::Change;
@@ -26,6 +29,13 @@ pub(super) enum Decision {
         pod: Arc<Pod>,
         message: String,
     },
+    /// These pods must go so that the pod can come; it waits for their end.
+    Preempt {
+        pod: Arc<Pod>,
+        node: String,
+        victims: Vec<Arc<Pod>>,
+        message: String,
+    },
 }
 
 /// See the module.
@@ -34,12 +44,15 @@ pub(super) struct Core {
     pub(super) cluster: Cluster,
     queue: Queue,
     turn: usize,
+    /// PodDisruptionBudgets by uid.
+    budgets: BTreeMap<String, Arc<Value>>,
 }
 
 impl Core {
     pub(super) fn pod_changed(&mut self, change: &Change, now: Instant) {
         let Some(new) = &change.new else {
             let uid = change.object().uid();
+            self.cluster.withdraw_nomination(uid);
             self.queue.remove(uid);
             if self.cluster.lift(uid) {
                 self.queue.wake(News::PodGone, now);
@@ -106,6 +119,20 @@ impl Core {
         }
     }
 
+    pub(super) fn namespace_changed(&mut self, change: &Change) {
+        match &change.new {
+            Some(new) => self.cluster.put_namespace(new.clone()),
+            None => self.cluster.remove_namespace(change.object().name()),
+        }
+    }
+
+    pub(super) fn budget_changed(&mut self, change: &Change) {
+        match &change.new {
+            Some(new) => self.budgets.insert(new.uid().to_owned(), new.clone()),
+            None => self.budgets.remove(change.object().uid()),
+        };
+    }
+
     /// Decides about the next waiting pod, if one is due.
     pub(super) fn next(&mut self, now: Instant) -> Option<Decision> {
         let pod = self.queue.take(now)?;
@@ -115,30 +142,68 @@ impl Core {
                 self.cluster.place(pod.clone(), &node);
                 Some(Decision::Bind { pod, node })
             }
-            Err(refusals) => {
-                let hopes = Hopes {
-                    pod_gone: refusals.iter().any(|(_, r)| r.cause == Cause::Occupied),
-                    pod_placed: false,
-                };
-                self.queue.park(&pod.uid, hopes, now);
-                let reasons = refusals.iter().map(|(_, r)| r);
-                let message = filters::message(refusals.len(), reasons);
-                Some(Decision::Unschedulable { pod, message })
+            Err(refusals) => Some(self.give_up_for_now(pod, &refusals, now)),
+        }
+    }
+
+    fn give_up_for_now(
+        &mut self,
+        pod: Arc<Pod>,
+        refusals: &[(String, Refusal)],
+        now: Instant,
+    ) -> Decision {
+        let hopes = Hopes {
+            pod_gone: refusals
+                .iter()
+                .any(|(_, r)| matches!(r.cause, Cause::Occupied | Cause::Neighbours)),
+            pod_placed: pod.rules.look_at_others(),
+        };
+        self.queue.park(&pod.uid, hopes, now);
+        let mut message = filters::message(refusals.len(), refusals.iter().map(|(_, r)| r));
+        let budgets: Vec<Arc<Value>> = self.budgets.values().cloned().collect();
+        match preempt::find(&pod, refusals, &mut self.cluster, &budgets) {
+            Some(Preemption { node, victims }) => {
+                self.cluster.nominate(pod.clone(), &node);
+                Decision::Preempt {
+                    pod,
+                    node,
+                    victims,
+                    message,
+                }
+            }
+            None => {
+                if !refusals.is_empty() {
+                    message.push(' ');
+                    message.push_str(&filters::preemption_message(refusals));
+                }
+                Decision::Unschedulable { pod, message }
             }
         }
     }
 
     /// The best node, or why each was refused.
     fn choose(&self, pod: &Pod) -> Result<String, Vec<(String, Refusal)>> {
+        let prepared = Prepared::new(pod, &self.cluster);
         let mut fitting: Vec<(&String, &Node)> = Vec::new();
         let mut refusals = Vec::new();
         for (name, node) in self.cluster.nodes() {
-            match filters::check(pod, name, node) {
+            let checked = filters::check(pod, name, node, &self.cluster)
+                .and_then(|()| prepared.check(pod, node));
+            match checked {
                 Ok(()) => fitting.push((name, node)),
                 Err(refusal) => refusals.push((name.clone(), refusal)),
             }
         }
-        scores::best(pod, &fitting, &[], self.turn)
+        // Room was made for the pod there.
+        let nominated = self.cluster.nomination(&pod.uid);
+        if let Some((name, _)) = fitting
+            .iter()
+            .find(|(name, _)| Some(name.as_str()) == nominated)
+        {
+            return Ok((*name).clone());
+        }
+        let extra = prepared.scores(pod, &fitting);
+        scores::best(pod, &fitting, &extra, self.turn)
             .cloned()
             .ok_or(refusals)
     }
@@ -156,6 +221,12 @@ impl Core {
         } else {
             self.queue.retry(uid, now);
         }
+        self.queue.wake(News::PodGone, now);
+    }
+
+    /// A pod could not be told to leave: the one that needs its place decides again.
+    pub(super) fn make_room_again(&mut self, uid: &str, now: Instant) {
+        self.cluster.withdraw_nomination(uid);
         self.queue.wake(News::PodGone, now);
     }
 

@@ -1,10 +1,11 @@
 //! Which nodes a pod may run on, and why not on the others. Pure.
 
 use std::collections::BTreeMap;
+use std::sync::Arc;
 
 use serde_json::Value;
 
-use super::cluster::Node;
+use super::cluster::{Cluster, Node};
 use super::pod::Pod;
 use crate::controllers::runtime::object::Object;
 
@@ -16,11 +17,15 @@ pub(super) struct Refusal {
     pub(super) cause: Cause,
 }
 
-/// Ordered by how hard it is to cure: a refusal that no removed pod can cure wins.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+/// What the refusal comes from, and so what could cure it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Cause {
     /// Pods on the node take what is needed; preemption can help.
     Occupied,
+    /// Pods stand where they should not; preemption can help.
+    Neighbours,
+    /// A pod is missing that should be near.
+    Missing,
     /// The node itself does not match.
     Node,
 }
@@ -33,7 +38,7 @@ fn refuse(cause: Cause, reason: impl Into<String>) -> Refusal {
 }
 
 /// The first rule that the node fails, in the order that upstream documents.
-pub(super) fn check(pod: &Pod, name: &str, node: &Node) -> Result<(), Refusal> {
+pub(super) fn check(pod: &Pod, name: &str, node: &Node, cluster: &Cluster) -> Result<(), Refusal> {
     let object = node.object.as_ref();
     if object.flag(&["spec", "unschedulable"])
         && !tolerates(
@@ -62,7 +67,13 @@ pub(super) fn check(pod: &Pod, name: &str, node: &Node) -> Result<(), Refusal> {
             "node(s) didn't match Pod's node affinity/selector",
         ));
     }
-    let taken = || node.pods.values().flat_map(|p| &p.ports);
+    let kept: Vec<&Arc<Pod>> = cluster.nominated_before(pod, name).collect();
+    let taken = || {
+        node.pods
+            .values()
+            .chain(kept.iter().copied())
+            .flat_map(|p| &p.ports)
+    };
     if pod
         .ports
         .iter()
@@ -71,16 +82,17 @@ pub(super) fn check(pod: &Pod, name: &str, node: &Node) -> Result<(), Refusal> {
         let reason = "node(s) didn't have free ports for the requested pod ports";
         return Err(refuse(Cause::Occupied, reason));
     }
-    fits(pod, node)
+    fits(pod, node, &kept)
 }
 
 /// Requests against what is allocatable and not yet requested. A request of nothing always fits, even on a node that
 /// is overfull.
-fn fits(pod: &Pod, node: &Node) -> Result<(), Refusal> {
+fn fits(pod: &Pod, node: &Node, kept: &[&Arc<Pod>]) -> Result<(), Refusal> {
     let mut reasons = Vec::new();
     let mut cause = Cause::Occupied;
     let limit = node.allocatable.get("pods");
-    if i64::try_from(node.pods.len()).unwrap_or(i64::MAX) >= limit {
+    let count = node.pods.len() + kept.len();
+    if i64::try_from(count).unwrap_or(i64::MAX) >= limit {
         reasons.push("Too many pods".to_owned());
         if limit < 1 {
             cause = Cause::Node;
@@ -91,7 +103,9 @@ fn fits(pod: &Pod, node: &Node) -> Result<(), Refusal> {
             continue;
         }
         let allocatable = node.allocatable.get(name);
-        if *wanted > allocatable.saturating_sub(node.requested.get(name)) {
+        let reserved: i64 = kept.iter().map(|p| p.requests.get(name)).sum();
+        let used = node.requested.get(name).saturating_add(reserved);
+        if *wanted > allocatable.saturating_sub(used) {
             reasons.push(format!("Insufficient {name}"));
             if *wanted > allocatable {
                 cause = Cause::Node;
@@ -103,6 +117,11 @@ fn fits(pod: &Pod, node: &Node) -> Result<(), Refusal> {
     } else {
         Err(Refusal { reasons, cause })
     }
+}
+
+/// Whether no taint of the node keeps the pod away.
+pub(super) fn tolerates_node(pod: &Pod, node: &Value) -> bool {
+    untolerated(pod, node, &["NoSchedule", "NoExecute"]).is_none()
 }
 
 /// The first taint with one of these effects that the pod does not tolerate.
@@ -136,6 +155,31 @@ pub(crate) fn toleration_covers(t: &Value, key: &str, value: &str, effect: &str)
         _ => false,
     };
     effect_covered && key_covered && value_covered
+}
+
+/// What preemption could have done, in the words of the condition's message.
+pub(super) fn preemption_message(refusals: &[(String, Refusal)]) -> String {
+    let curable = refusals
+        .iter()
+        .filter(|(_, r)| matches!(r.cause, Cause::Occupied | Cause::Neighbours))
+        .count();
+    let mut parts = Vec::new();
+    if curable > 0 {
+        parts.push(format!(
+            "{curable} No preemption victims found for incoming pod"
+        ));
+    }
+    if refusals.len() > curable {
+        let helpless = refusals.len() - curable;
+        parts.push(format!(
+            "{helpless} Preemption is not helpful for scheduling"
+        ));
+    }
+    format!(
+        "preemption: 0/{} nodes are available: {}.",
+        refusals.len(),
+        parts.join(", ")
+    )
 }
 
 /// The message of the PodScheduled condition and of the FailedScheduling event.

@@ -4,8 +4,12 @@ mod cluster;
 mod core;
 pub(crate) mod filters;
 mod pod;
+mod preempt;
 mod queue;
+mod rules;
 mod scores;
+#[cfg(test)]
+mod tests;
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
@@ -17,7 +21,7 @@ use tokio_util::sync::CancellationToken;
 
 use self::core::{Core, Decision};
 use self::pod::Pod;
-use crate::client::{ObjectClient, PatchKind, resources};
+use crate::client::{DeleteOptions, ObjectClient, PatchKind, resources};
 use crate::controllers::Informers;
 use crate::controllers::runtime::events::Recorder;
 use crate::controllers::runtime::object::{Object, set_condition};
@@ -49,8 +53,14 @@ pub async fn run(client: Arc<dyn ObjectClient>, informers: Informers, shutdown: 
         informers.store(resources::NODES),
         informers.store(resources::PODS),
     );
+    let namespaces = informers.store(resources::NAMESPACES);
+    let budgets = informers.store(resources::POD_DISRUPTION_BUDGETS);
     // Everything that exists must be known before the first decision, or a full node looks empty.
     informers.synced().await;
+    let on_namespace = scheduler.clone();
+    namespaces.subscribe(move |change| on_namespace.core().namespace_changed(change));
+    let on_budget = scheduler.clone();
+    budgets.subscribe(move |change| on_budget.core().budget_changed(change));
     let on_node = scheduler.clone();
     nodes.subscribe(move |change| {
         on_node.core().node_changed(change, Instant::now());
@@ -109,7 +119,18 @@ impl Scheduler {
     async fn carry_out(&self, decision: Decision) {
         match decision {
             Decision::Bind { pod, node } => self.bind(&pod, &node).await,
-            Decision::Unschedulable { pod, message } => self.report(&pod, message).await,
+            Decision::Unschedulable { pod, message } => self.report(&pod, message, None).await,
+            Decision::Preempt {
+                pod,
+                node,
+                victims,
+                message,
+            } => {
+                self.report(&pod, message, Some(&node)).await;
+                for victim in victims {
+                    self.preempt(&victim, &pod, &node).await;
+                }
+            }
         }
     }
 
@@ -144,35 +165,90 @@ impl Scheduler {
     }
 
     /// Tells why the pod has no node: in its PodScheduled condition and as an event.
-    async fn report(&self, pod: &Pod, message: String) {
+    async fn report(&self, pod: &Pod, message: String, nominated: Option<&str>) {
         let object = pod.object.as_ref();
         let mut status: Value = object.at(&["status"]).cloned().unwrap_or_else(|| json!({}));
         let now = Timestamp::now();
-        if set_condition(
+        let changed = set_condition(
             &mut status,
             "PodScheduled",
             "False",
             "Unschedulable",
             &message,
             now,
-        ) {
-            let patch = json!({
+        );
+        if changed || nominated.is_some() {
+            let mut patch = json!({
                 "metadata": {"uid": pod.uid},
                 "status": {"conditions": status.at(&["conditions"])},
             });
-            let (namespace, name) = (&pod.key.namespace, &pod.key.name);
-            let r = resources::PODS;
-            let patched = self
-                .client
-                .patch(r, namespace, name, "status", PatchKind::Merge, patch)
-                .await;
-            match patched {
-                Ok(_) => {}
-                Err(e) if e.is_not_found() || e.is_conflict() => {}
-                Err(error) => tracing::warn!(pod = %pod.key, %error, "write PodScheduled"),
+            if let Some(node) = nominated {
+                patch["status"]["nominatedNodeName"] = node.into();
             }
+            self.patch_status(pod, patch).await;
         }
         self.recorder
             .warning((object, "v1", "Pod"), "FailedScheduling", message);
+    }
+
+    async fn patch_status(&self, pod: &Pod, patch: Value) {
+        let (namespace, name) = (&pod.key.namespace, &pod.key.name);
+        let r = resources::PODS;
+        match self
+            .client
+            .patch(r, namespace, name, "status", PatchKind::Merge, patch)
+            .await
+        {
+            Ok(_) => {}
+            Err(e) if e.is_not_found() || e.is_conflict() => {}
+            Err(error) => tracing::warn!(pod = %pod.key, %error, "write the pod's status"),
+        }
+    }
+
+    /// Tells a pod to leave so that a more important one can come.
+    async fn preempt(&self, victim: &Pod, by: &Pod, node: &str) {
+        let mut status = victim
+            .object
+            .at(&["status"])
+            .cloned()
+            .unwrap_or_else(|| json!({}));
+        let message = "default-scheduler: preempting to accommodate a higher priority pod";
+        let reason = "PreemptionByScheduler";
+        let now = Timestamp::now();
+        set_condition(
+            &mut status,
+            "DisruptionTarget",
+            "True",
+            reason,
+            message,
+            now,
+        );
+        let patch = json!({
+            "metadata": {"uid": victim.uid},
+            "status": {"conditions": status.at(&["conditions"])},
+        });
+        self.patch_status(victim, patch).await;
+        let options = DeleteOptions {
+            uid: Some(victim.uid.clone()),
+            ..DeleteOptions::default()
+        };
+        let (namespace, name) = (&victim.key.namespace, &victim.key.name);
+        match self
+            .client
+            .delete(resources::PODS, namespace, name, options)
+            .await
+        {
+            Ok(()) => {
+                let message = format!("Preempted by pod {} on node {node}", by.uid);
+                let about = (victim.object.as_ref(), "v1", "Pod");
+                self.recorder.normal(about, "Preempted", message);
+            }
+            Err(e) if e.is_not_found() || e.is_conflict() => {}
+            Err(error) => {
+                tracing::warn!(pod = %victim.key, %error, "delete a pod to make room");
+                self.core().make_room_again(&by.uid, Instant::now());
+                self.wake.notify_one();
+            }
+        }
     }
 }

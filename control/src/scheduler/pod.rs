@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use serde_json::Value;
 
+use super::rules::Rules;
 use crate::controllers::runtime::object::{Key, Object};
 use crate::controllers::runtime::quantity::{milli, units};
 use crate::controllers::runtime::selector::Selector;
@@ -121,6 +122,7 @@ pub(super) struct Pod {
     pub(super) node_selector: Selector,
     pub(super) required: Option<Vec<NodeTerm>>,
     pub(super) preferred: Vec<(i64, NodeTerm)>,
+    pub(super) rules: Rules,
     /// The managing owner, by which pods are spread.
     pub(super) owner: String,
 }
@@ -159,6 +161,7 @@ impl Pod {
             node_selector: Selector::from_map(object.fields(&["spec", "nodeSelector"])),
             required,
             preferred,
+            rules: Rules::read(&object),
             owner: object
                 .controller()
                 .map(|o| o.uid.to_owned())

@@ -1,7 +1,7 @@
 //! Deployment: from the Deployment and its ReplicaSets to the next writes. Pure: one call is one round; the sets'
 //! own changes lead to the next round.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -45,13 +45,22 @@ struct Round<'a> {
     /// Oldest first.
     old: Vec<&'a Arc<Value>>,
     bounds: Bounds,
+    available: &'a HashMap<String, i64>,
     created: Option<Value>,
     edits: BTreeMap<String, Value>,
     deletions: Vec<Arc<Value>>,
 }
 
 /// `old_pods_left` says whether a pod of a set other than the new one still exists (finished ones excepted).
-pub(super) fn plan(d: &Value, sets: &[Arc<Value>], old_pods_left: bool, now: Timestamp) -> Plan {
+/// `available` counts the available pods by the uid of their set: the statuses of the sets lag behind their pods, and a
+/// count from before the last scaling would let too many pods go.
+pub(super) fn plan(
+    d: &Value,
+    sets: &[Arc<Value>],
+    available: &HashMap<String, i64>,
+    old_pods_left: bool,
+    now: Timestamp,
+) -> Plan {
     let new = find_new(d, sets);
     let mut old: Vec<&Arc<Value>> = sets
         .iter()
@@ -63,6 +72,7 @@ pub(super) fn plan(d: &Value, sets: &[Arc<Value>], old_pods_left: bool, now: Tim
         new,
         old,
         bounds: bounds(d),
+        available,
         created: None,
         edits: BTreeMap::new(),
         deletions: Vec::new(),
@@ -106,6 +116,15 @@ impl<'a> Round<'a> {
 
     fn total(&self) -> i64 {
         self.all().map(|rs| replicas(rs)).sum()
+    }
+
+    /// Pods of the set that are available and will stay.
+    fn available(&self, rs: &Value) -> i64 {
+        self.available
+            .get(rs.uid())
+            .copied()
+            .unwrap_or(0)
+            .min(replicas(rs))
     }
 
     fn edit(&mut self, rs: &Arc<Value>) -> &mut Value {
@@ -200,7 +219,7 @@ impl<'a> Round<'a> {
         let wanted = self.wanted();
         replicas(new) == wanted
             && desired_replicas(new) == Some(wanted)
-            && count(new, "availableReplicas") == wanted
+            && self.available(new) == wanted
     }
 
     fn resize_in_proportion(&mut self, mut active: Vec<&'a Arc<Value>>) {
@@ -288,7 +307,7 @@ impl<'a> Round<'a> {
     fn scale_old_down(&mut self) -> bool {
         let Some(new) = self.new else { return false };
         let least = self.wanted() - self.bounds.unavailable;
-        let missing_in_new = replicas(new) - count(new, "availableReplicas");
+        let missing_in_new = replicas(new) - self.available(new);
         let mut may_go = self.total() - least - missing_in_new;
         if may_go <= 0 {
             return false;
@@ -301,11 +320,11 @@ impl<'a> Round<'a> {
             .filter(|(_, size)| *size > 0)
             .collect();
         for (rs, size) in &mut sizes {
-            let idle = (*size - count(rs, "availableReplicas")).clamp(0, may_go);
+            let idle = (*size - self.available(rs)).clamp(0, may_go);
             *size -= idle;
             may_go -= idle;
         }
-        let available: i64 = self.all().map(|rs| count(rs, "availableReplicas")).sum();
+        let available: i64 = self.all().map(|rs| self.available(rs)).sum();
         let mut spare = (available - least).max(0).min(may_go);
         for (_, size) in &mut sizes {
             let cut = (*size).min(spare);

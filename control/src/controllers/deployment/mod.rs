@@ -3,7 +3,10 @@
 mod core;
 mod progress;
 pub(crate) mod sets;
+#[cfg(test)]
+mod tests;
 
+use std::collections::HashMap;
 use std::sync::Arc;
 
 use jiff::Timestamp;
@@ -11,7 +14,7 @@ use serde_json::{Value, json};
 
 use self::core::{Action, Plan, plan};
 use self::sets::{API_VERSION, KIND, REVISION, count, is_rolling, replicas, same_template};
-use super::pods;
+use super::pods::{self, Availability};
 use super::runtime::informer::{Index, Store};
 use super::runtime::object::{Key, Object, controller_reference, set};
 use super::runtime::selector::Selector;
@@ -104,6 +107,24 @@ impl Deployments {
             .filter(|rs| new.as_deref() != Some(rs.uid()))
             .flat_map(|rs| self.pods.by(Index::Controller, rs.uid()))
             .any(|pod| !pods::is_finished(&pod))
+    }
+
+    /// Available pods by the uid of their set.
+    fn available(&self, d: &Value, owned: &[Arc<Value>], now: Timestamp) -> HashMap<String, i64> {
+        let min_ready_s = d.number(&["spec", "minReadySeconds"]).unwrap_or(0);
+        let is_available = |pod: &&Arc<Value>| {
+            pods::is_active(pod)
+                && pods::availability(pod, min_ready_s, now) == Availability::Available
+        };
+        let count = |rs: &Arc<Value>| {
+            let pods = self.pods.by(Index::Controller, rs.uid());
+            let count = pods.iter().filter(is_available).count();
+            (
+                rs.uid().to_owned(),
+                i64::try_from(count).unwrap_or(i64::MAX),
+            )
+        };
+        owned.iter().map(count).collect()
     }
 
     async fn carry_out(
@@ -208,12 +229,14 @@ impl Controller for Deployments {
         }
         let owned = self.claim(&d, session).await?;
         let old_pods_left = !is_rolling(&d) && self.old_pods_left(&d, &owned);
+        let now = Timestamp::now();
+        let available = self.available(&d, &owned, now);
         let Plan {
             actions,
             revision,
             status,
             again,
-        } = plan(&d, &owned, old_pods_left, Timestamp::now());
+        } = plan(&d, &owned, &available, old_pods_left, now);
         for action in actions {
             self.carry_out(&d, action, session).await?;
         }

@@ -75,6 +75,20 @@ impl Selector {
         self.requirements.is_empty() && !self.nothing
     }
 
+    /// One more requirement: the label has this value, or (`wanted` is false) has not.
+    pub(crate) fn require(&mut self, key: &str, value: &str, wanted: bool) {
+        let values = vec![value.to_owned()];
+        let test = if wanted {
+            Test::In(values)
+        } else {
+            Test::NotIn(values)
+        };
+        self.requirements.push(Requirement {
+            key: key.to_owned(),
+            test,
+        });
+    }
+
     fn add_expressions(&mut self, expressions: &[Value]) {
         for expression in expressions {
             let values: Vec<String> = expression
