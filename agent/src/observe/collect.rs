@@ -159,7 +159,7 @@ impl Collector for Pods {
         let records = self.0.records();
         let in_use = Family::<Labels, Gauge>::default();
         for label in ["ipv4", "ipv6"] {
-            in_use.get_or_create(&[("family", label.to_owned())]);
+            drop(in_use.get_or_create(&[("family", label.to_owned())]));
         }
         for address in records.iter().flat_map(|record| &record.addresses) {
             let label = if address.is_ipv4() { "ipv4" } else { "ipv6" };

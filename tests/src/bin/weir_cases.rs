@@ -4,7 +4,7 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
-use weir_tests::cases::api;
+use weir_tests::cases::{api, dns};
 
 /// Runs a folder of case files: one line per case, then `N passed, N failed, N skipped`.
 #[derive(Debug, Parser)]
@@ -39,6 +39,14 @@ enum Kind {
         #[arg(long)]
         slow: bool,
     },
+    /// DNS cases: questions to the zone and message code of the agent.
+    Dns {
+        /// Folder of case files.
+        dir: PathBuf,
+        /// Run only cases whose id contains this.
+        #[arg(long)]
+        only: Option<String>,
+    },
 }
 
 fn main() -> anyhow::Result<ExitCode> {
@@ -64,6 +72,7 @@ fn main() -> anyhow::Result<ExitCode> {
             };
             api::run_folder(&options, print)?
         }
+        Kind::Dns { dir, only } => dns::run_folder(&dns::Options { folder: dir, only }, print)?,
     };
     print(&summary.to_string());
     Ok(if summary.failed == 0 {

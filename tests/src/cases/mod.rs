@@ -1,6 +1,7 @@
 //! Runners for folders of case files. Each kind has its own format, described by the folder's README.
 
 pub mod api;
+pub mod dns;
 
 use std::path::{Path, PathBuf};
 
