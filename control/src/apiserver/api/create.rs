@@ -132,8 +132,9 @@ impl Api {
             map_mut(draft, "metadata")?.shift_remove("namespace");
         }
         strategy::prepare_create(def, draft, uid, &now_text())?;
-        defaults::apply_defaults(def.gvk(), draft, None);
+        // Before defaulting: whether a field was given matters to admission.
         self.admit_create(def, draft).await?;
+        defaults::apply_defaults(def.gvk(), draft, None);
         let name = object::name(draft).to_owned();
         if name.is_empty() {
             let message = "Required value: name or generateName is required".to_owned();

@@ -50,6 +50,9 @@ pub(super) fn prepare_create(
     {
         put(map, "status", initial_status(def));
     }
+    if def.group.is_empty() && def.kind == "Pod" {
+        mark_gated(object, now)?;
+    }
     if def.group.is_empty() && def.kind == "Namespace" {
         furnish_namespace(object)?;
     }
@@ -72,6 +75,21 @@ fn initial_status(def: &ResourceDef) -> Option<Value> {
         | "ResourceQuota" => Some(json!({})),
         _ => None,
     }
+}
+
+/// A pod with scheduling gates says from the start why it waits.
+fn mark_gated(pod: &mut Value, now: &str) -> Result<(), ApiError> {
+    if pod["spec"]["schedulingGates"]
+        .as_array()
+        .is_none_or(Vec::is_empty)
+    {
+        return Ok(());
+    }
+    let condition = json!({"type": "PodScheduled", "status": "False", "reason": "SchedulingGated",
+        "message": "Scheduling is blocked due to non-empty scheduling gates",
+        "lastTransitionTime": now});
+    map_mut(pod, "status")?.insert("conditions".into(), json!([condition]));
+    Ok(())
 }
 
 fn furnish_namespace(object: &mut Value) -> Result<(), ApiError> {

@@ -23,7 +23,8 @@ use crate::status::ApiError;
 const MAJOR: &str = "1";
 const MINOR: &str = "36";
 const GIT_VERSION: &str = concat!("v1.36.4+weir.", env!("CARGO_PKG_VERSION"));
-const OPENAPI_V2_PROTOBUF: &str = "application/com.github.proto-openapi.spec.v2@v1.0+protobuf";
+/// Asked for with an `@` before the version, which no media type may hold.
+const OPENAPI_V2_PROTOBUF: &str = "application/com.github.proto-openapi.spec.v2.v1.0+protobuf";
 
 /// OpenAPI documents, kept compressed once they were asked for.
 #[derive(Debug, Default)]
