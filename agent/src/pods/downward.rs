@@ -72,17 +72,21 @@ fn quote(value: &str) -> String {
     quoted
 }
 
-/// A container's request or limit in units of the divisor, rounded up; a missing limit is what the node has.
+/// A container's request or limit in units of the divisor, rounded up; a missing limit is what the node has. Without a
+/// name the reference means `own`.
 pub(crate) fn resource(
     context: Context<'_>,
     reference: &ResourceRef,
+    own: Option<&Container>,
 ) -> Result<String, ConfigError> {
     let spec = context.spec;
-    let container = spec
-        .containers
-        .iter()
-        .chain(&spec.init_containers)
-        .find(|c| c.name == reference.container)
+    let named = || {
+        let mut all = spec.containers.iter().chain(&spec.init_containers);
+        all.find(|c| c.name == reference.container)
+    };
+    let container = own
+        .filter(|c| reference.container.is_empty() || reference.container == c.name)
+        .or_else(named)
         .ok_or_else(|| {
             ConfigError::Invalid(format!(
                 "resource {:?} refers to container {:?}, which the pod does not have",

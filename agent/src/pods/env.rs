@@ -56,7 +56,7 @@ pub(crate) fn environment(
         }
     }
     for var in &container.env {
-        if let Some(value) = value_of(context, var, &env, &services)? {
+        if let Some(value) = value_of(context, container, var, &env, &services)? {
             env.set(var.name.clone(), value);
         }
     }
@@ -120,6 +120,7 @@ fn bulk(
 
 fn value_of(
     context: Context<'_>,
+    container: &Container,
     var: &EnvVar,
     env: &Environment,
     services: &BTreeMap<String, String>,
@@ -133,7 +134,7 @@ fn value_of(
                 .map(str::to_owned)
         })),
         Some(Source::FieldPath(path)) => Some(field(context, path)?),
-        Some(Source::Resource(reference)) => Some(resource(context, reference)?),
+        Some(Source::Resource(reference)) => Some(resource(context, reference, Some(container))?),
         Some(Source::ConfigMapKey(key)) => keyed(
             context,
             &desired.config_maps,

@@ -41,7 +41,8 @@ pub fn start(
     shutdown: CancellationToken,
 ) -> Result<PodRunner, StartError> {
     let (sender, receiver) = mpsc::channel(PENDING_UPDATES);
-    let runner = start_with(config, Arc::new(feed.clone()), receiver, shutdown)?;
+    let runner = start_with(config, Arc::new(feed.clone()), receiver, shutdown.clone())?;
+    runner.serve_node_api(config, shutdown)?;
     let mut updates = feed.updates();
     tokio::spawn(async move {
         loop {

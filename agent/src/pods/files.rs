@@ -61,7 +61,7 @@ pub(crate) fn files(context: Context<'_>, set: &FileSet) -> Result<Files, Config
             Some(Kind::Downward(source)) => {
                 for item in &source.items {
                     let text = match &item.resource {
-                        Some(reference) => resource(context, reference)?,
+                        Some(reference) => resource(context, reference, None)?,
                         None => field(context, &item.field_path)?,
                     };
                     let mode = item_mode(item.mode, default_mode);

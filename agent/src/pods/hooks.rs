@@ -67,11 +67,10 @@ pub(crate) async fn probe(
         }
         Some(Kind::HttpGet(action)) => {
             match http_get::get(container, action, pod_ip, timeout).await {
-                Ok(answer) if (200..400).contains(&answer.status) => Verdict::Success,
-                Ok(answer) => Verdict::Failure(format!(
-                    "HTTP probe failed with statuscode: {}",
-                    answer.status
-                )),
+                Ok(status) if (200..400).contains(&status) => Verdict::Success,
+                Ok(status) => {
+                    Verdict::Failure(format!("HTTP probe failed with statuscode: {status}"))
+                }
                 Err(message) => Verdict::Failure(message),
             }
         }

@@ -78,6 +78,16 @@ impl Lister {
         Ok(pods)
     }
 
+    /// Id and log file of each running container that has been looked at.
+    pub(crate) fn running_logs(&self) -> Vec<(String, String)> {
+        let cache = self.cache();
+        let views = cache.containers.values().map(|entry| &entry.view);
+        views
+            .filter(|v| v.state == ContainerState::Running && !v.log_path.is_empty())
+            .map(|v| (v.id.clone(), v.log_path.clone()))
+            .collect()
+    }
+
     async fn ips(&self, sandbox: &v1::PodSandbox) -> Result<Vec<String>, CriError> {
         if let Some(ips) = self.cache().ips.get(&sandbox.id) {
             return Ok(ips.clone());

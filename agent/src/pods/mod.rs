@@ -16,8 +16,10 @@ mod hooks;
 mod host;
 mod http_get;
 mod list;
+mod logs;
 mod memory;
 mod node;
+mod node_api;
 mod ops;
 mod probes;
 mod report;
@@ -32,5 +34,6 @@ mod worker;
 
 pub use feed_source::start;
 pub use host::NodeReportFields;
+pub use node_api::NodeApiError;
 pub use report::{ControlPlane, ReportFailure};
 pub use runner::{PodRunner, StartError, Update, start_with};

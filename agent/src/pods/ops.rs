@@ -1,5 +1,6 @@
 //! Carries out one [`Action`] against the runtime and the node, and says how it went. Decides nothing about the pod.
 
+use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -13,6 +14,7 @@ use super::container::{StartFacts, check_user, container_config};
 use super::cri::{CriError, v1};
 use super::env::{ConfigError, Context};
 use super::hooks::run_hook;
+use super::logs::rotate;
 use super::sandbox::sandbox_config;
 use super::shared::{Severity, Shared};
 use super::sync::{Action, Which};
@@ -88,9 +90,7 @@ impl Op {
                 self.report(self.kill(&id, spec, grace_s, &message, false).await)
             }
             Action::StopPod { grace_s } => self.report(self.stop_pod(grace_s).await),
-            Action::RemoveContainer { id } => {
-                self.report(self.shared.runtime.remove_container(&id).await)
-            }
+            Action::RemoveContainer { id } => self.report(self.remove_container(&id).await),
             Action::RemoveSandbox { id } => self.report(self.remove_sandbox(&id).await),
             Action::RemovePod => self.remove_pod().await,
         }
@@ -474,6 +474,20 @@ impl Op {
         let now = *grace.borrow();
         runtime.stop_container(id, now).await?;
         stop.await
+    }
+
+    /// The instance with its log and termination log.
+    async fn remove_container(&self, id: &str) -> Result<(), CriError> {
+        self.shared.runtime.remove_container(id).await?;
+        if let Some(container) = self.view.containers.iter().find(|c| c.id == id) {
+            if !container.log_path.is_empty() {
+                rotate::remove(Path::new(&container.log_path));
+            }
+            if !container.termination_log.is_empty() {
+                let _ = std::fs::remove_file(&container.termination_log);
+            }
+        }
+        Ok(())
     }
 
     async fn remove_sandbox(&self, id: &str) -> Result<(), CriError> {

@@ -15,7 +15,9 @@ use tokio_util::sync::CancellationToken;
 use super::cri::{Cri, Runtime};
 use super::host::{self, NodeReportFields};
 use super::list::{Lister, Signature};
+use super::logs::rotate;
 use super::node::{NodeFacts, ResolvConf, is_component};
+use super::node_api;
 use super::report::{ControlPlane, Outbox};
 use super::shared::Shared;
 use super::volumes;
@@ -30,6 +32,8 @@ const RELIST_PERIOD: Duration = Duration::from_secs(1);
 pub enum StartError {
     #[error("the configuration has no [pods] section: this node does not run pods")]
     NotConfigured,
+    #[error(transparent)]
+    NodeApi(#[from] node_api::NodeApiError),
     #[error("create folder {path} for pods: {source}")]
     Folder {
         path: PathBuf,
@@ -69,6 +73,27 @@ impl PodRunner {
             self.max_pods,
         )
         .await
+    }
+}
+
+impl PodRunner {
+    /// Serves this node's API (container logs) on the primary node IP, until `shutdown`.
+    ///
+    /// # Errors
+    /// [`StartError`] when credentials cannot be read or the configuration has no `[pods]` section.
+    pub fn serve_node_api(
+        &self,
+        config: &Config,
+        shutdown: CancellationToken,
+    ) -> Result<(), StartError> {
+        let pods = config.pods.as_ref().ok_or(StartError::NotConfigured)?;
+        node_api::start(
+            config,
+            pods.node_api_port,
+            Arc::clone(&self.shared),
+            shutdown,
+        )?;
+        Ok(())
     }
 }
 
@@ -119,9 +144,11 @@ pub fn start_with(
         authoritative: false,
         runtime_down: false,
     };
+    let rotating = Arc::clone(&shared);
     tokio::spawn(async move {
         tokio::select! {
             () = runner.run(updates) => {}
+            () = rotate::run(rotating.runtime.as_ref(), &rotating.lister) => {}
             () = outbox.run(control) => {}
             () = shutdown.cancelled() => {}
         }

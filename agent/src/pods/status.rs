@@ -132,14 +132,11 @@ fn container_status(
             known.unwrap_or_else(|| default_wait(spec, init, initialized)),
         ));
         if let Some(reported) = reported.filter(|r| !r.container_id.is_empty()) {
-            // The instance is gone from the runtime: what is known of it is its last report.
-            status.restart_count = reported.restart_count;
-            status.container_id.clone_from(&reported.container_id);
-            status.image_id.clone_from(&reported.image_id);
-            status.last_state = ended_state(reported);
-            if spec.deleting || memory.terminal.is_some() {
-                status.state.clone_from(&status.last_state);
-            }
+            recall(
+                &mut status,
+                reported,
+                spec.deleting || memory.terminal.is_some(),
+            );
         }
         return status;
     };
@@ -155,9 +152,9 @@ fn container_status(
             .filter(|r| r.restart_count > 0)
             .and_then(|r| r.last_state.clone())
     });
-    let will_restart = !spec.deleting
-        && memory.terminal.is_none()
-        && may_restart(policy_of(spec, container, init), latest);
+    let policy = policy_of(spec, container, init);
+    let ends = spec.deleting || memory.terminal.is_some();
+    let will_restart = !ends && may_restart(policy, latest);
     match latest.state {
         ContainerState::Running => {
             status.state = Some(State {
@@ -186,6 +183,17 @@ fn container_status(
         }
     }
     status
+}
+
+/// The instance is gone from the runtime: what is known of it is its last report.
+fn recall(status: &mut ContainerStatus, reported: &ContainerStatus, pod_ends: bool) {
+    status.restart_count = reported.restart_count;
+    status.container_id.clone_from(&reported.container_id);
+    status.image_id.clone_from(&reported.image_id);
+    status.last_state = ended_state(reported);
+    if pod_ends && status.last_state.is_some() {
+        status.state.clone_from(&status.last_state);
+    }
 }
 
 fn policy_of(spec: &PodSpec, container: &Container, init: bool) -> RestartPolicy {
@@ -321,14 +329,7 @@ fn phase(spec: &PodSpec, status: &PodStatus, initialized: bool) -> &'static str 
         return "Running";
     }
     match spec.restart_policy() {
-        RestartPolicy::RestartAlways if spec.deleting => {
-            if tally.failed == 0 {
-                "Succeeded"
-            } else {
-                "Failed"
-            }
-        }
-        RestartPolicy::RestartAlways => "Running",
+        RestartPolicy::RestartAlways if !spec.deleting => "Running",
         _ if tally.failed == 0 => "Succeeded",
         RestartPolicy::RestartOnFailure if !spec.deleting => "Running",
         _ => "Failed",

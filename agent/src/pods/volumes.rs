@@ -321,21 +321,7 @@ pub(crate) fn mounts(
         set_mode(&hosts, 0o644)?;
     }
     add(&hosts, "/etc/hosts");
-    if !is_component(&container.name) {
-        return Err(VolumeError::Invalid(format!(
-            "container name {:?} is not valid",
-            container.name
-        )));
-    }
-    let log = pod_dir
-        .join("termination")
-        .join(format!("{}-{attempt}", container.name));
-    if let Some(folder) = log.parent() {
-        make_dir(folder, 0o750)?;
-    }
-    fs::write(&log, b"").map_err(io("create termination log", &log))?;
-    // The container may run as any user.
-    set_mode(&log, 0o666)?;
+    let log = termination_log(&pod_dir, container, attempt)?;
     let inside = if container.termination_message_path.is_empty() {
         "/dev/termination-log"
     } else {
@@ -343,6 +329,25 @@ pub(crate) fn mounts(
     };
     add(&log, inside);
     Ok((mounts, log.to_string_lossy().into_owned()))
+}
+
+/// An empty file that the container may write its last words to.
+fn termination_log(
+    pod_dir: &Path,
+    container: &Container,
+    attempt: u32,
+) -> Result<PathBuf, VolumeError> {
+    if !is_component(&container.name) {
+        let message = format!("container name {:?} is not valid", container.name);
+        return Err(VolumeError::Invalid(message));
+    }
+    let folder = pod_dir.join("termination");
+    make_dir(&folder, 0o750)?;
+    let log = folder.join(format!("{}-{attempt}", container.name));
+    fs::write(&log, b"").map_err(io("create termination log", &log))?;
+    // The container may run as any user.
+    set_mode(&log, 0o666)?;
+    Ok(log)
 }
 
 /// A path inside a volume, following links but never out of the volume.

@@ -5,6 +5,7 @@
 
 mod image;
 mod node;
+mod pki;
 
 use std::time::{Duration, Instant};
 
@@ -13,6 +14,10 @@ use control_api::v1::{
     KeyedSource, PodSpec, PodStatus, Probe, RestartPolicy, Volume, VolumeMount,
     container_state::Kind, env_var::Source, file_source, handler, volume,
 };
+
+use control_api::v1::LogRequest;
+use control_api::v1::node_api_client::NodeApiClient;
+use tonic::transport::{Certificate, ClientTlsConfig, Endpoint, Identity};
 
 use image::IMAGE;
 use node::Node;
@@ -487,4 +492,130 @@ fn termination_is_graceful_and_can_be_hastened() {
         "{:?}",
         begun.elapsed()
     );
+}
+
+/// What the node API answers, or its refusal.
+fn logs(
+    node: &Node,
+    pki: &pki::Pki,
+    client: &pki::Pair,
+    request: LogRequest,
+) -> Result<String, tonic::Status> {
+    node.block_on(async {
+        let tls = ClientTlsConfig::new()
+            .ca_certificate(Certificate::from_pem(&pki.ca))
+            .identity(Identity::from_pem(&client.cert, &client.key))
+            .domain_name("podtest");
+        let endpoint = Endpoint::from_static("https://127.0.0.1:10250")
+            .tls_config(tls)
+            .unwrap();
+        let channel = endpoint.connect_lazy();
+        let mut stream = NodeApiClient::new(channel)
+            .logs(request)
+            .await?
+            .into_inner();
+        let mut text = Vec::new();
+        while let Some(chunk) = stream.message().await? {
+            text.extend(chunk.data);
+        }
+        Ok(String::from_utf8(text).unwrap())
+    })
+}
+
+#[test]
+#[ignore = "needs root and containerd"]
+fn the_node_api_serves_logs_to_the_control_plane_only() {
+    let pki = pki::Pki::new();
+    let node = Node::start("logs");
+    let server = pki.issue("system:node:podtest", "system:nodes");
+    for (name, text) in [
+        ("ca", &pki.ca),
+        ("cert", &server.cert),
+        ("key", &server.key),
+    ] {
+        std::fs::write(node.path(name), text).unwrap();
+    }
+    let mut config = weir_agent::config::Config::load(&node.path("agent.toml")).unwrap();
+    config.feed.ca = node.path("ca");
+    config.feed.cert = node.path("cert");
+    config.feed.key = node.path("key");
+    node.block_on(async {
+        node.runner()
+            .serve_node_api(&config, tokio_util::sync::CancellationToken::new())
+            .unwrap();
+    });
+    let script = "for i in $(seq 1 2000); do echo line $i; done; echo oops; [ -f /keep/once ] || { touch /keep/once; exit 1; }; \
+                  while [ ! -f /keep/end ]; do sleep 0.1; done; echo last";
+    let mut main = container("main", script);
+    main.volume_mounts = vec![VolumeMount {
+        name: "keep".into(),
+        mount_path: "/keep".into(),
+        ..VolumeMount::default()
+    }];
+    let mut spec = pod("log", vec![main]);
+    spec.restart_policy = RestartPolicy::RestartOnFailure.into();
+    spec.volumes = vec![Volume {
+        name: "keep".into(),
+        source: Some(volume::Source::EmptyDir(EmptyDir::default())),
+    }];
+    node.apply(spec);
+    node.wait("log", "restarted", |s| {
+        s.containers[0].restart_count == 1 && s.containers[0].ready
+    });
+    let control = pki.issue("weir-control", "");
+    let request = LogRequest {
+        namespace: "default".into(),
+        pod: "log".into(),
+        pod_uid: "uid-log".into(),
+        container: "main".into(),
+        tail_lines: -1,
+        limit_bytes: -1,
+        ..LogRequest::default()
+    };
+    let previous = LogRequest {
+        previous: true,
+        tail_lines: 2,
+        ..request.clone()
+    };
+    assert_eq!(
+        logs(&node, &pki, &control, previous).unwrap(),
+        "line 2000\noops\n"
+    );
+    let limited = LogRequest {
+        limit_bytes: 10,
+        ..request.clone()
+    };
+    assert_eq!(logs(&node, &pki, &control, limited).unwrap(), "line 1\nlin");
+    let end = node.path("agent/pods/uid-log/volumes/empty-dir/keep/end");
+    let follow = LogRequest {
+        follow: true,
+        tail_lines: 1,
+        ..request.clone()
+    };
+    let waiter = std::thread::spawn(move || {
+        std::thread::sleep(Duration::from_millis(500));
+        std::fs::write(end, "").unwrap();
+    });
+    let admin = pki.issue("someone", "system:masters");
+    let followed = logs(&node, &pki, &admin, follow).unwrap();
+    assert!(
+        followed.ends_with("last\n") && followed.len() < 30,
+        "{followed:?}"
+    );
+    waiter.join().unwrap();
+
+    let stranger = pki.issue("system:node:other", "system:nodes");
+    let refused = logs(&node, &pki, &stranger, request.clone()).unwrap_err();
+    assert_eq!(refused.code(), tonic::Code::PermissionDenied);
+    let foreign = pki::Pki::new().issue("weir-control", "");
+    assert!(
+        logs(&node, &pki, &foreign, request.clone()).is_err(),
+        "a certificate of another CA"
+    );
+    let unknown = LogRequest {
+        container: "none".into(),
+        ..request
+    };
+    let refused = logs(&node, &pki, &control, unknown).unwrap_err();
+    assert_eq!(refused.code(), tonic::Code::FailedPrecondition);
 }
