@@ -5,7 +5,13 @@
     reason = "tests say what they skip and what they measured"
 )]
 
+#[path = "node/agents.rs"]
+mod agents;
+#[path = "node/cluster.rs"]
+mod cluster;
 #[path = "node/cni.rs"]
 mod cni;
+#[path = "node/feed.rs"]
+mod feed;
 #[path = "node/support.rs"]
 mod support;

@@ -3,7 +3,10 @@
 //! A program of its own instead of the test harness: the checks share one cluster, run in order and print what they
 //! measured. `cargo xtask test cluster` runs it; arguments behind `--` choose checks by parts of their names.
 
-#![allow(clippy::print_stdout, reason = "a test program reports on standard output")]
+#![allow(
+    clippy::print_stdout,
+    reason = "a test program reports on standard output"
+)]
 
 mod faults;
 mod flow;

@@ -1,0 +1,350 @@
+//! Real agents with their eBPF programs: routes, pods, services, and agents that die while traffic runs.
+
+use std::io::{Read as _, Write as _};
+use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::time::{Duration, Instant};
+
+use control_api::v1::{Endpoint, ObjectKey, ObjectKind};
+use weir_tests::topology::Namespace;
+
+use super::cluster::{Cluster, Pod, SERVICE_V4, SERVICE_V6, no_programs};
+use super::support::{skipped, talk};
+
+const PATIENCE: Duration = Duration::from_secs(3);
+/// Where servers of these tests listen.
+const PORT: u16 = 8080;
+
+fn left_out(test: &str) -> bool {
+    if skipped(test) {
+        return true;
+    }
+    if let Some(why) = no_programs() {
+        println!("SKIPPED {test}: {why}");
+        return true;
+    }
+    false
+}
+
+/// Answers every connection on `address` with the server's and the client's address; a line gets a line back.
+fn serve(namespace: &Namespace, address: IpAddr) {
+    let listener = namespace
+        .enter(|| Ok(TcpListener::bind((address, PORT))?))
+        .unwrap();
+    std::thread::spawn(move || {
+        for stream in listener.incoming() {
+            let Ok(mut stream) = stream else { return };
+            std::thread::spawn(move || {
+                let peer = stream.peer_addr().unwrap().ip();
+                let mut byte = [0];
+                while stream.read(&mut byte).unwrap_or(0) == 1 {
+                    if writeln!(stream, "{address} {peer}").is_err() {
+                        return;
+                    }
+                }
+            });
+        }
+    });
+}
+
+fn connect(from: &Namespace, target: SocketAddr) -> std::io::Result<TcpStream> {
+    let mut result = None;
+    from.enter(|| {
+        result = Some(TcpStream::connect_timeout(&target, PATIENCE));
+        Ok(())
+    })
+    .unwrap();
+    let stream = result.unwrap()?;
+    stream.set_read_timeout(Some(PATIENCE))?;
+    Ok(stream)
+}
+
+/// Asks over a connection: the server's address and the client's as the server sees it.
+fn ask(stream: &mut TcpStream) -> std::io::Result<(IpAddr, IpAddr)> {
+    stream.write_all(b"?")?;
+    let mut line = Vec::new();
+    let mut byte = [0];
+    while stream.read(&mut byte)? == 1 && byte[0] != b'\n' {
+        line.push(byte[0]);
+    }
+    let text = String::from_utf8_lossy(&line).into_owned();
+    let parse = |word: Option<&str>| word.and_then(|w| w.parse().ok());
+    let mut words = text.split(' ');
+    match (parse(words.next()), parse(words.next())) {
+        (Some(server), Some(client)) => Ok((server, client)),
+        _ => Err(std::io::Error::other(format!("answer {text:?}"))),
+    }
+}
+
+fn service(v6: bool) -> SocketAddr {
+    SocketAddr::new(
+        if v6 { SERVICE_V6 } else { SERVICE_V4 }.parse().unwrap(),
+        80,
+    )
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn pods_nodes_and_services_reach_each_other() {
+    if left_out("pods_nodes_and_services_reach_each_other") {
+        return;
+    }
+    let mut cluster = Cluster::start(2).await;
+    let a = cluster.pod(0, "a");
+    let b = cluster.pod(0, "b");
+    let c = cluster.pod(1, "c");
+    for v6 in [false, true] {
+        let at = usize::from(v6);
+        for (from, to) in [(&a, &b), (&a, &c), (&c, &a)] {
+            assert_eq!(
+                talk(&from.namespace, &to.namespace, to.ips[at]),
+                from.ips[at]
+            );
+        }
+        let node = &cluster.members[0];
+        assert_eq!(talk(&node.namespace, &a.namespace, a.ips[at]), node.ips[at]);
+        assert_eq!(talk(&node.namespace, &c.namespace, c.ips[at]), node.ips[at]);
+        assert_eq!(talk(&a.namespace, &node.namespace, node.ips[at]), a.ips[at]);
+        let other = &cluster.members[1];
+        assert_eq!(
+            talk(&a.namespace, &other.namespace, other.ips[at]),
+            a.ips[at]
+        );
+    }
+    for pod in [&a, &b, &c] {
+        for ip in &pod.ips {
+            serve(&pod.namespace, *ip);
+        }
+    }
+    cluster.serve(&[&b, &c], PORT).await;
+    for v6 in [false, true] {
+        let at = usize::from(v6);
+        for (from, own) in [
+            (&a.namespace, a.ips[at]),
+            (&cluster.members[0].namespace, cluster.members[0].ips[at]),
+            (&cluster.members[1].namespace, cluster.members[1].ips[at]),
+        ] {
+            let mut servers = std::collections::BTreeSet::new();
+            for _ in 0..40 {
+                let (server, client) = ask(&mut connect(from, service(v6)).unwrap()).unwrap();
+                assert_eq!(client, own, "the client's address arrives");
+                servers.insert(server);
+            }
+            assert_eq!(servers, [b.ips[at], c.ips[at]].into(), "both are used");
+        }
+    }
+    node_as_backend(&cluster).await;
+    for member in &cluster.members {
+        println!(
+            "{}: agent's memory {} KiB (debug build)",
+            member.name,
+            member.agent_rss_kib()
+        );
+    }
+    finish(&mut cluster, vec![a, b, c]);
+}
+
+/// A process of a node behind the service, asked from the same node and from another.
+async fn node_as_backend(cluster: &Cluster) {
+    let node = &cluster.members[0];
+    for ip in &node.ips {
+        serve(&node.namespace, *ip);
+    }
+    let endpoint = |ip: IpAddr| {
+        vec![Endpoint {
+            addresses: vec![ip.to_string()],
+            ready: true,
+            serving: true,
+            node_name: node.name.clone(),
+            ..Endpoint::default()
+        }]
+    };
+    cluster
+        .serve_endpoints(endpoint(node.ips[0]), endpoint(node.ips[1]), PORT)
+        .await;
+    for v6 in [false, true] {
+        for member in &cluster.members {
+            let mut stream = connect(&member.namespace, service(v6)).unwrap_or_else(|e| {
+                panic!(
+                    "{} to a service of n1's own process, IPv6 {v6}: {e}",
+                    member.name
+                )
+            });
+            assert_eq!(ask(&mut stream).unwrap().0, node.ips[usize::from(v6)]);
+        }
+    }
+}
+
+/// Takes everything down and proves that nothing is left.
+fn finish(cluster: &mut Cluster, pods: Vec<Pod>) {
+    for pod in pods {
+        let member = cluster.members.iter().find(|m| m.name == pod.node).unwrap();
+        member.runtime.del(&pod.container).unwrap();
+    }
+    for member in &mut cluster.members {
+        member.stop_agent();
+        let removed = member.cleanup();
+        assert!(removed.contains("weir_host"), "{removed}");
+        assert_eq!(member.namespace.links().unwrap(), ["eth0"]);
+        for family in ["-4", "-6"] {
+            let routes = member
+                .namespace
+                .ip(&[family, "route", "show", "proto", "87"])
+                .unwrap();
+            assert_eq!(routes, "");
+        }
+        assert_eq!(member.pins(), Vec::<std::path::PathBuf>::new());
+        assert_eq!(member.cleanup(), "", "a second cleanup finds nothing");
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn traffic_goes_on_while_agents_die() {
+    if left_out("traffic_goes_on_while_agents_die") {
+        return;
+    }
+    let mut cluster = Cluster::start(2).await;
+    let client = cluster.pod(0, "client");
+    let servers = [cluster.pod(0, "s0"), cluster.pod(1, "s1")];
+    for pod in &servers {
+        for ip in &pod.ips {
+            serve(&pod.namespace, *ip);
+        }
+    }
+    cluster.serve(&[&servers[0], &servers[1]], PORT).await;
+    let stop = Arc::new(AtomicBool::new(false));
+    let asked = Arc::new(AtomicU32::new(0));
+    let traffic: Vec<_> = [false, true]
+        .into_iter()
+        .map(|v6| {
+            let (stop, asked) = (Arc::clone(&stop), Arc::clone(&asked));
+            let path = client.namespace.path();
+            std::thread::spawn(move || exchange(&path, v6, &stop, &asked))
+        })
+        .collect();
+    for round in 0..6 {
+        let enough = asked.load(Ordering::Relaxed) + 300;
+        for member in &mut cluster.members {
+            member.kill_agent();
+        }
+        wait_for(&asked, enough);
+        for member in &mut cluster.members {
+            member.start_agent();
+        }
+        if round % 2 == 0 {
+            wait_for(&asked, enough + 300);
+        }
+    }
+    cluster.serve(&[&servers[0], &servers[1]], PORT).await;
+    stop.store(true, Ordering::Relaxed);
+    for thread in traffic {
+        thread.join().unwrap();
+    }
+    println!("{} exchanges, none failed", asked.load(Ordering::Relaxed));
+    let pods = std::iter::once(client).chain(servers).collect();
+    finish(&mut cluster, pods);
+}
+
+fn wait_for(count: &AtomicU32, least: u32) {
+    let deadline = Instant::now() + Duration::from_secs(60);
+    while count.load(Ordering::Relaxed) < least {
+        assert!(Instant::now() < deadline, "traffic stands still");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}
+
+/// One long connection and many short ones until told to stop; any failure is a panic.
+fn exchange(netns: &std::path::Path, v6: bool, stop: &AtomicBool, asked: &AtomicU32) {
+    let file = std::fs::File::open(netns).unwrap();
+    nix::sched::setns(file, nix::sched::CloneFlags::CLONE_NEWNET).unwrap();
+    let connect = || {
+        let stream = TcpStream::connect_timeout(&service(v6), PATIENCE).unwrap();
+        stream.set_read_timeout(Some(PATIENCE)).unwrap();
+        stream
+    };
+    let mut long = connect();
+    while !stop.load(Ordering::Relaxed) {
+        ask(&mut long).expect("the established connection lives on");
+        ask(&mut connect()).expect("a new connection works");
+        asked.fetch_add(1, Ordering::Relaxed);
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn routes_follow_nodes_and_heal() {
+    if left_out("routes_follow_nodes_and_heal") {
+        return;
+    }
+    let mut cluster = Cluster::start(3).await;
+    let routes = |cluster: &Cluster| {
+        let namespace = &cluster.members[0].namespace;
+        let show = |family| namespace.ip(&[family, "route"]).unwrap();
+        show("-4") + &show("-6")
+    };
+    let now = routes(&cluster);
+    for wanted in [
+        "10.244.2.0/24 via 192.0.2.12",
+        "10.244.3.0/24 via 192.0.2.13",
+        "fd00:10:244:3::/64 via 2001:db8::13",
+        "unreachable 10.244.1.0/24",
+        "10.96.0.0/16 via 169.254.1.1",
+    ] {
+        assert!(now.contains(wanted), "{wanted} is not in {now}");
+    }
+    // Somebody takes a route of ours away, and adds a foreign one that must stay.
+    let n1 = cluster.members[0].namespace.name().to_owned();
+    let ip = |arguments: &[&str]| {
+        let mut all = vec!["-n", n1.as_str()];
+        all.extend(arguments);
+        weir_tests::topology::ip(&all).unwrap()
+    };
+    ip(&["route", "add", "198.51.100.0/24", "via", "192.0.2.12"]);
+    ip(&[
+        "route",
+        "add",
+        "203.0.113.0/24",
+        "via",
+        "192.0.2.12",
+        "proto",
+        "87",
+    ]);
+    ip(&["route", "del", "10.244.2.0/24"]);
+    eventually(|| {
+        let now = routes(&cluster);
+        now.contains("10.244.2.0/24 via 192.0.2.12") && !now.contains("203.0.113.0/24")
+    });
+    assert!(routes(&cluster).contains("198.51.100.0/24 via 192.0.2.12"));
+
+    // A node leaves while the agent is away.
+    cluster.members[0].kill_agent();
+    let key = ObjectKey {
+        kind: ObjectKind::Node.into(),
+        namespace: String::new(),
+        name: "n3".into(),
+    };
+    let revision = cluster.control.change(Vec::new(), vec![("n3", key)]);
+    cluster.members[0].start_agent();
+    cluster.control.programmed(&["n1", "n2"], revision).await;
+    let now = routes(&cluster);
+    assert!(
+        !now.contains("10.244.3.0/24") && !now.contains("fd00:10:244:3::/64"),
+        "{now}"
+    );
+    assert!(now.contains("10.244.2.0/24 via 192.0.2.12"), "{now}");
+    cluster.members[0].kill_agent();
+    let after = routes(&cluster);
+    assert_eq!(now, after, "an agent that dies takes no route with it");
+    cluster.members[0].start_agent();
+    let again = cluster.control.change(Vec::new(), Vec::new());
+    cluster.control.programmed(&["n1"], again).await;
+    ip(&["route", "del", "198.51.100.0/24"]);
+    finish(&mut cluster, Vec::new());
+}
+
+fn eventually(check: impl Fn() -> bool) {
+    let deadline = Instant::now() + Duration::from_secs(10);
+    while !check() {
+        assert!(Instant::now() < deadline, "it did not come about");
+        std::thread::sleep(Duration::from_millis(20));
+    }
+}
