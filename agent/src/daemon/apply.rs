@@ -1,6 +1,7 @@
 //! The apply loop: desired state in, kernel tables and routes made equal to it, revision acknowledged.
 
 use std::collections::BTreeSet;
+use std::net::IpAddr;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -260,7 +261,10 @@ fn route_pass(
         nodes: &state.nodes,
         service_cidrs: &state.config.service_cidrs,
         host_link,
-        host_link_addresses: &[],
+        host_link_addresses: &[
+            IpAddr::from(dataplane_common::HOST_SNAT_V4),
+            IpAddr::from(dataplane_common::HOST_SNAT_V6),
+        ],
         pods: &pods,
         reach: &reach,
     });

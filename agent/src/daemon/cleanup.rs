@@ -47,7 +47,8 @@ pub(crate) fn run(config: &Config) -> Result<Vec<String>> {
         &config.run_dir.join(super::apply::APPLIED_MARK),
         &mut removed,
     )?;
-    remove_path(&config.run_dir.join(super::LOCK_NAME), &mut removed)?;
+    // Not counted: this very run made it again.
+    remove_path(&config.run_dir.join(super::LOCK_NAME), &mut Vec::new())?;
     verify(&mut netlink)?;
     Ok(removed)
 }

@@ -114,13 +114,26 @@ pub enum KernelError {
     #[error("{path} is not on a bpffs: mount one there with `mount -t bpf bpf {path}`")]
     NotBpffs { path: PathBuf },
     #[error("{attempted} {path}: {source}")]
-    Pin { attempted: &'static str, path: PathBuf, source: std::io::Error },
+    Pin {
+        attempted: &'static str,
+        path: PathBuf,
+        source: std::io::Error,
+    },
     #[error("load the eBPF object: {source}")]
-    Load { source: Box<dyn std::error::Error + Send + Sync> },
+    Load {
+        source: Box<dyn std::error::Error + Send + Sync>,
+    },
     #[error("load or run the eBPF program {program}: {source}")]
-    Program { program: &'static str, source: Box<dyn std::error::Error + Send + Sync> },
+    Program {
+        program: &'static str,
+        source: Box<dyn std::error::Error + Send + Sync>,
+    },
     #[error("{attempted} map {map}: {source}")]
-    Map { attempted: &'static str, map: &'static str, source: std::io::Error },
+    Map {
+        attempted: &'static str,
+        map: &'static str,
+        source: std::io::Error,
+    },
 }
 
 /// What one `apply` did.

@@ -39,7 +39,11 @@ fn serve(namespace: &Namespace, address: IpAddr) {
                 let peer = stream.peer_addr().unwrap().ip();
                 let mut byte = [0];
                 while stream.read(&mut byte).unwrap_or(0) == 1 {
-                    if writeln!(stream, "{address} {peer}").is_err() {
+                    // In one piece: parts would wait for each other's acknowledgement.
+                    if stream
+                        .write_all(format!("{address} {peer}\n").as_bytes())
+                        .is_err()
+                    {
                         return;
                     }
                 }

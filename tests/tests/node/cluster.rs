@@ -183,7 +183,10 @@ impl Member {
                 if path.is_dir() {
                     folders.push(path.clone());
                 }
-                found.push(path);
+                // The kernel's own files, in every bpffs.
+                if path.extension().is_none_or(|e| e != "debug") {
+                    found.push(path);
+                }
             }
         }
         found

@@ -48,7 +48,7 @@ impl Control {
     /// Serves on `address` inside a namespace.
     pub(crate) fn start(namespace: &Namespace, address: SocketAddr) -> Self {
         let dir = tempfile::tempdir().unwrap();
-        let pki = Pki::open(dir.path(), &[], &[address.ip()]).unwrap();
+        let pki = Pki::open(dir.path(), &[SERVER_NAME.to_owned()], &[address.ip()]).unwrap();
         let authority = Authority::load(dir.path()).unwrap();
         let shared = Arc::new(Shared {
             objects: Mutex::default(),

@@ -28,7 +28,10 @@ pub(crate) fn skipped(test: &str) -> bool {
 /// A program of this workspace, built when first asked for.
 pub(crate) fn program(package: &str, name: &str) -> PathBuf {
     static BUILT: OnceLock<Mutex<BTreeMap<String, PathBuf>>> = OnceLock::new();
-    let mut built = BUILT.get_or_init(Mutex::default).lock().unwrap();
+    let built = BUILT.get_or_init(Mutex::default);
+    let mut built = built
+        .lock()
+        .unwrap_or_else(std::sync::PoisonError::into_inner);
     if let Some(path) = built.get(name) {
         return path.clone();
     }
