@@ -15,10 +15,12 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result};
-use nix::sys::signal::{SigSet, Signal, kill};
+use nix::sys::signal::{Signal, kill};
 use nix::sys::wait::{Id, WaitPidFlag, waitid};
 use nix::unistd::Pid;
 use serde::{Deserialize, Serialize};
+use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
+use signal_hook::iterator::Signals;
 
 use super::process::Process;
 use crate::repo::write_atomically;
@@ -129,12 +131,9 @@ pub(crate) fn run(dir: &Path) -> Result<()> {
     let files = Files::of(dir);
     // Fails only for a process group leader, which is detached from the caller's terminal just as well.
     let _ = nix::unistd::setsid();
-    let mut signals = SigSet::empty();
-    for signal in [Signal::SIGTERM, Signal::SIGINT, Signal::SIGHUP] {
-        signals.add(signal);
-    }
-    signals.thread_block().context("block signals")?;
-    let mut spec = read_spec(&files)?;
+    // Handlers, not a blocked mask: programs inherit a mask, and a container that cannot be told to end is a nuisance.
+    let mut signals = Signals::new([SIGTERM, SIGINT, SIGHUP]).context("handle signals")?;
+    let spec = read_spec(&files)?;
     let listener = match spec.listen {
         Some(address) => Some(
             TcpListener::bind(address)
@@ -153,14 +152,14 @@ pub(crate) fn run(dir: &Path) -> Result<()> {
         .context("own start time")?
         .store(&files.pid)?;
     let mut workers = BTreeMap::new();
-    loop {
-        reconcile(&shared, &mut workers, &spec);
-        match signals.wait().context("wait for a signal")? {
-            Signal::SIGHUP => match read_spec(&files) {
-                Ok(new) => spec = new,
-                Err(e) => eprintln!("supervisor: keep the old programs: {e:#}"),
-            },
-            _ => break,
+    reconcile(&shared, &mut workers, &spec);
+    for signal in signals.forever() {
+        if signal != SIGHUP {
+            break;
+        }
+        match read_spec(&files) {
+            Ok(new) => reconcile(&shared, &mut workers, &new),
+            Err(e) => eprintln!("supervisor: keep the old programs: {e:#}"),
         }
     }
     reconcile(&shared, &mut workers, &Spec::default());
@@ -188,8 +187,9 @@ fn reconcile(shared: &Arc<Shared>, workers: &mut BTreeMap<String, Worker>, spec:
     for (_, worker) in &stopping {
         worker.control.stop();
     }
+    let deadline = Instant::now() + STOP_GRACE;
     for (name, worker) in stopping {
-        worker.finish();
+        worker.finish(deadline);
         shared.forget(&name);
     }
     for (name, program) in &spec.programs {
@@ -282,8 +282,11 @@ impl Worker {
         }
     }
 
-    fn finish(self) {
-        if !self.control.wait_ended(STOP_GRACE) {
+    fn finish(self, deadline: Instant) {
+        if !self
+            .control
+            .wait_ended(deadline.saturating_duration_since(Instant::now()))
+        {
             self.control.kill();
         }
         if self.thread.join().is_err() {
@@ -431,11 +434,11 @@ mod tests {
     }
 
     #[test]
-    fn the_listener_arrives_as_descriptor_three() {
+    fn the_listener_arrives_as_descriptor_three_and_no_signal_is_blocked() {
         let dir = tempfile::tempdir().unwrap();
         let shared = shared(dir.path());
         let mut workers = BTreeMap::new();
-        let script = r#"test "$LISTEN_PID" = $$ && readlink /proc/self/fd/3; exec sleep 1000"#;
+        let script = r#"test "$LISTEN_PID" = $$ && readlink /proc/self/fd/3; grep SigBlk /proc/self/status; exec sleep 1000"#;
         reconcile(&shared, &mut workers, &spec(program(dir.path(), script)));
         let log = dir.path().join("log");
         let said = || std::fs::read_to_string(&log).unwrap_or_default();
