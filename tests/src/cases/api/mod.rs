@@ -10,7 +10,6 @@ mod server;
 mod vars;
 mod watch;
 
-use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
@@ -79,7 +78,10 @@ impl Case {
 ///
 /// # Errors
 /// When the folder or the server cannot be used; failing cases are in the summary.
-pub fn run_folder(options: &Options, mut print: impl FnMut(&str)) -> anyhow::Result<Summary> {
+pub fn run_folder(
+    options: &Options,
+    mut print: impl FnMut(&str) + Send,
+) -> anyhow::Result<Summary> {
     let mut cases = Vec::new();
     for path in super::case_files(&options.folder, options.only.as_deref())? {
         let text = std::fs::read_to_string(&path)?;
@@ -103,14 +105,16 @@ pub fn run_folder(options: &Options, mut print: impl FnMut(&str)) -> anyhow::Res
         }
     };
     let server = Arc::new(Server::from_kubeconfig(&kubeconfig, &options.kubectl)?);
-    let mut summary = Summary::default();
     let (alone, together): (Vec<_>, Vec<_>) = cases.iter().partition(|c| c.alone());
+    let report = Mutex::new((Summary::default(), &mut print));
     for (group, jobs) in [(together, options.jobs.max(1)), (alone, 1)] {
-        for (case, outcome) in run_group(&server, &group, jobs, options.slow) {
-            summary.count(&outcome);
-            print(&line(&case, &outcome));
-        }
+        run_group(&server, &group, jobs, options.slow, |case, outcome| {
+            let (summary, print) = &mut *lock(&report);
+            summary.count(outcome);
+            print(&line(case, outcome));
+        });
     }
+    let summary = lock(&report).0;
     drop(launched);
     Ok(summary)
 }
@@ -123,42 +127,28 @@ fn line(case: &str, outcome: &Outcome) -> String {
     }
 }
 
+/// Runs the cases of a group, `jobs` at a time; each is reported as it ends.
 fn run_group(
     server: &Arc<Server>,
     cases: &[&Case],
     jobs: usize,
     slow: bool,
-) -> Vec<(String, Outcome)> {
+    report: impl Fn(&str, &Outcome) + Sync,
+) {
     let next = AtomicUsize::new(0);
-    let results: Mutex<HashMap<usize, Outcome>> = Mutex::new(HashMap::new());
     std::thread::scope(|scope| {
         for _ in 0..jobs {
             scope.spawn(|| {
-                loop {
-                    let index = next.fetch_add(1, Ordering::SeqCst);
-                    let Some(case) = cases.get(index) else { return };
+                while let Some(case) = cases.get(next.fetch_add(1, Ordering::SeqCst)) {
                     let outcome = match case.unmet(slow) {
                         Some(why) => Outcome::Skipped(why),
                         None => run_case(server, case),
                     };
-                    lock(&results).insert(index, outcome);
+                    report(&case.file, &outcome);
                 }
             });
         }
     });
-    let mut results = results
-        .into_inner()
-        .unwrap_or_else(std::sync::PoisonError::into_inner);
-    cases
-        .iter()
-        .enumerate()
-        .map(|(i, case)| {
-            let outcome = results
-                .remove(&i)
-                .unwrap_or_else(|| Outcome::Failed("runner ended early".into()));
-            (case.file.clone(), outcome)
-        })
-        .collect()
 }
 
 fn run_case(server: &Arc<Server>, case: &Case) -> Outcome {
