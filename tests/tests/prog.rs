@@ -5,9 +5,7 @@ use anyhow::{Context, Result, ensure};
 use dataplane_common::{SNAT_PORT_FIRST, V4};
 use weir_agent::kernel::{Limits, PodPrograms, Program};
 use weir_tests::prog::packet::{ACK, FIN, Packet, RST, SYN, TCP, UDP};
-use weir_tests::prog::world::{
-    NODE_V4, NODE_V6, POD_A, POD_B, POD_FAR, PROTOCOLS, World, unable,
-};
+use weir_tests::prog::world::{NODE_V4, NODE_V6, POD_A, POD_B, POD_FAR, PROTOCOLS, World, unable};
 
 /// Verdicts of the programs.
 const PASS: i32 = -1;
@@ -20,7 +18,12 @@ const OTHER_VIP_V4: &str = "10.96.0.21";
 const OTHER_VIP_V6: &str = "fd00:96::21";
 
 /// Small tables, so that a full one is reached quickly.
-const LIMITS: Limits = Limits { flows: 1_024, frontends: 64, slots: 256, endpoints: 64 };
+const LIMITS: Limits = Limits {
+    flows: 1_024,
+    frontends: 64,
+    slots: 256,
+    endpoints: 64,
+};
 
 /// The addresses of one family.
 #[derive(Clone, Copy)]
@@ -56,7 +59,11 @@ const FAMILIES: [Family; 2] = [
 ];
 
 fn at(address: &str, port: u16) -> String {
-    if address.contains(':') { format!("[{address}]:{port}") } else { format!("{address}:{port}") }
+    if address.contains(':') {
+        format!("[{address}]:{port}")
+    } else {
+        format!("{address}:{port}")
+    }
 }
 
 /// Builds a world and runs the test for both families and protocols, each in a world of its own.
@@ -82,7 +89,9 @@ fn each(test: impl Fn(&mut World, Family, u8) -> Result<()> + Copy + Send + Sync
 
 /// Runs a program once, and reads what comes out.
 fn run(world: &World, program: Program, packet: &Packet, ifindex: u32) -> Result<(i32, Packet)> {
-    let result = world.kernel.test_run(program, &packet.to_bytes(), ifindex, 1)?;
+    let result = world
+        .kernel
+        .test_run(program, &packet.to_bytes(), ifindex, 1)?;
     let output = Packet::from_bytes(&result.packet).context("the packet that came out")?;
     ensure!(output.payload == packet.payload, "the payload changed");
     Ok((result.verdict, output))
@@ -107,7 +116,13 @@ fn expect(
         packet.destination,
         output.source,
         output.destination,
-        world.kernel.counters()?.iter().filter(|c| c.packets > 0).map(|c| (c.name, c.packets)).collect::<Vec<_>>(),
+        world
+            .kernel
+            .counters()?
+            .iter()
+            .filter(|c| c.packets > 0)
+            .map(|c| (c.name, c.packets))
+            .collect::<Vec<_>>(),
     );
     Ok(output)
 }
@@ -131,7 +146,10 @@ fn a_backend_on_another_node_is_reached_over_the_network_and_answers_as_the_serv
             world.uplink,
             (REDIRECT, &at(f.vip, 80), &at(f.a, 40000)),
         )?;
-        ensure!(back.destination_mac == world.a.link.pod_mac, "addressed to the pod's interface");
+        ensure!(
+            back.destination_mac == world.a.link.pod_mac,
+            "addressed to the pod's interface"
+        );
         ensure!(world.counter("flow_created")? == 1);
         Ok(())
     });
@@ -175,7 +193,11 @@ fn a_pod_reaches_itself_through_its_service() {
         let request = Packet::new(protocol, &at(f.a, 40000), &at(f.vip, 80));
         let (verdict, sent) = run(world, Program::FromPod, &request, ifindex)?;
         ensure!(verdict == REDIRECT && sent.destination == at(f.a, 8080).parse()?);
-        ensure!(sent.source.ip() == f.node.parse::<std::net::IpAddr>()?, "seen from {}", sent.source);
+        ensure!(
+            sent.source.ip() == f.node.parse::<std::net::IpAddr>()?,
+            "seen from {}",
+            sent.source
+        );
         ensure!(sent.source.port() >= SNAT_PORT_FIRST);
         let wanted = (REDIRECT, &*at(f.vip, 80), &*at(f.a, 40000));
         expect(world, Program::FromPod, &sent.answer(), ifindex, wanted)?;
@@ -192,15 +214,30 @@ fn a_process_of_the_node_reaches_pods_here_and_elsewhere() {
         let wanted = (REDIRECT, &*at(f.node, 40000), &*at(f.b, 8080));
         let sent = expect(world, Program::FromPod, &request, host.peer_ifindex, wanted)?;
         let wanted = (REDIRECT, &*at(f.vip, 80), &*at(f.node, 40000));
-        let back = expect(world, Program::FromPod, &sent.answer(), world.b.link.ifindex, wanted)?;
-        ensure!(back.destination_mac == host.host_mac, "comes in where the service range is routed to");
+        let back = expect(
+            world,
+            Program::FromPod,
+            &sent.answer(),
+            world.b.link.ifindex,
+            wanted,
+        )?;
+        ensure!(
+            back.destination_mac == host.host_mac,
+            "comes in where the service range is routed to"
+        );
 
         world.serve(f.other_vip, &[f.far])?;
         let request = Packet::new(protocol, &at(f.node, 40000), &at(f.other_vip, 80));
         let wanted = (REDIRECT, &*at(f.node, 40000), &*at(f.far, 8080));
         let sent = expect(world, Program::FromPod, &request, host.peer_ifindex, wanted)?;
         let wanted = (REDIRECT, &*at(f.other_vip, 80), &*at(f.node, 40000));
-        expect(world, Program::FromNetwork, &sent.answer(), world.uplink, wanted)?;
+        expect(
+            world,
+            Program::FromNetwork,
+            &sent.answer(),
+            world.uplink,
+            wanted,
+        )?;
         Ok(())
     });
 }
@@ -224,12 +261,22 @@ fn a_process_of_the_node_reaches_a_backend_that_is_the_node() {
 fn a_client_from_outside_that_is_routed_here_is_answered_through_here() {
     each(|world, f, protocol| {
         world.serve(f.vip, &[f.far])?;
-        let outside = if f.vip.contains(':') { "2001:db8:2::100" } else { "192.0.2.100" };
+        let outside = if f.vip.contains(':') {
+            "2001:db8:2::100"
+        } else {
+            "192.0.2.100"
+        };
         let request = Packet::new(protocol, &at(outside, 40000), &at(f.vip, 80));
         let (verdict, sent) = run(world, Program::FromPod, &request, world.host.peer_ifindex)?;
         ensure!(verdict == REDIRECT && sent.source.ip() == f.node.parse::<std::net::IpAddr>()?);
         let wanted = (PASS, &*at(f.vip, 80), &*at(outside, 40000));
-        expect(world, Program::FromNetwork, &sent.answer(), world.uplink, wanted)?;
+        expect(
+            world,
+            Program::FromNetwork,
+            &sent.answer(),
+            world.uplink,
+            wanted,
+        )?;
         Ok(())
     });
 }
@@ -249,7 +296,13 @@ fn packets_that_are_for_no_service_go_their_way_unchanged() {
         let wanted = (PASS, &*at(f.a, 40000), &*at(f.node, 22));
         expect(world, Program::FromPod, &node, a, wanted)?;
         let wanted = (REDIRECT, &*at(f.far, 8080), &*at(f.a, 40000));
-        expect(world, Program::FromNetwork, &far.answer(), world.uplink, wanted)?;
+        expect(
+            world,
+            Program::FromNetwork,
+            &far.answer(),
+            world.uplink,
+            wanted,
+        )?;
         ensure!(world.counter("flow_created")? == 0);
         Ok(())
     });
@@ -272,11 +325,15 @@ fn a_source_that_is_not_the_pods_own_is_dropped() {
 #[test]
 fn a_link_without_an_entry_sends_nothing() {
     each(|world, f, protocol| {
-        world.kernel.detach_pod(world.a.link.ifindex, &world.a.link.addresses)?;
+        world
+            .kernel
+            .detach_pod(world.a.link.ifindex, &world.a.link.addresses)?;
         let packet = Packet::new(protocol, &at(f.a, 40000), &at(f.b, 80));
         let (verdict, _) = run(world, Program::FromPod, &packet, world.a.link.ifindex)?;
         ensure!(verdict == DROP && world.counter("unknown_link")? == 1);
-        ensure!(!world.kernel.is_attached(&world.a.link) && world.kernel.is_attached(&world.b.link));
+        ensure!(
+            !world.kernel.is_attached(&world.a.link) && world.kernel.is_attached(&world.b.link)
+        );
         world.kernel.attach_pod(&world.a.link)?;
         ensure!(world.kernel.is_attached(&world.a.link));
         Ok(())
@@ -316,7 +373,13 @@ fn two_services_with_one_backend_and_one_client_port_stay_apart() {
         ensure!(sent[0].1.source.port() == 40000 && sent[1].1.source.port() >= SNAT_PORT_FIRST);
         for (vip, output) in sent {
             let wanted = (REDIRECT, &*at(vip, 80), &*at(f.a, 40000));
-            expect(world, Program::FromNetwork, &output.answer(), world.uplink, wanted)?;
+            expect(
+                world,
+                Program::FromNetwork,
+                &output.answer(),
+                world.uplink,
+                wanted,
+            )?;
         }
         ensure!(world.counter("source_port_changed")? == 1);
         Ok(())
@@ -339,7 +402,10 @@ fn flows_leave_a_backend_that_goes_and_are_collected() {
         ensure!(world.kernel.flow_count() == 1, "the live flow stays");
         world.end(f.vip)?;
         let report = world.kernel.collect_flows()?;
-        ensure!(report.removed == 1 && world.kernel.flow_count() == 0, "{report:?}");
+        ensure!(
+            report.removed == 1 && world.kernel.flow_count() == 0,
+            "{report:?}"
+        );
         ensure!(run(world, Program::FromPod, &request, a)?.0 == DROP);
         ensure!(world.counter("no_frontend")? == 1);
         Ok(())
@@ -361,7 +427,10 @@ fn a_restart_keeps_flows_and_services() {
         }
         world.apply()?;
         let (_, again) = run(world, Program::FromPod, &request, a)?;
-        ensure!(again.destination == sent.destination, "ids stay over the first apply");
+        ensure!(
+            again.destination == sent.destination,
+            "ids stay over the first apply"
+        );
         ensure!(world.counter("flow_renewed")? == 0 && world.counter("flow_created")? == 1);
         Ok(())
     });
@@ -383,7 +452,10 @@ fn a_full_flow_table_refuses_new_flows_and_keeps_old_ones() {
         }
         ensure!(dropped >= 50, "{dropped} dropped");
         ensure!(world.counter("flow_table_full")? == dropped);
-        ensure!(run(world, Program::FromPod, &first, a)?.0 == REDIRECT, "an old flow goes on");
+        ensure!(
+            run(world, Program::FromPod, &first, a)?.0 == REDIRECT,
+            "an old flow goes on"
+        );
         let report = world.kernel.collect_flows()?;
         ensure!(report.repaired == 0, "no half pairs: {report:?}");
         Ok(())
@@ -400,7 +472,13 @@ fn a_datagram_without_checksum_stays_without() {
         let mut request = Packet::new(UDP, &at(f.a, 40000), &at(f.vip, 80));
         request.checksum = false;
         let wanted = (REDIRECT, &*at(f.a, 40000), &*at(f.far, 8080));
-        let sent = expect(world, Program::FromPod, &request, world.a.link.ifindex, wanted)?;
+        let sent = expect(
+            world,
+            Program::FromPod,
+            &request,
+            world.a.link.ifindex,
+            wanted,
+        )?;
         ensure!(!sent.checksum);
         Ok(())
     });
@@ -417,10 +495,18 @@ fn a_new_connection_from_a_port_that_has_closed_chooses_again() {
         let open = Packet::new(TCP, &at(f.a, 40000), &at(f.vip, 80));
         let (_, sent) = run(world, Program::FromPod, &open, a)?;
         for answer in [SYN | ACK, FIN | ACK, RST] {
-            run(world, Program::FromNetwork, &sent.answer().with_flags(answer), world.uplink)?;
+            run(
+                world,
+                Program::FromNetwork,
+                &sent.answer().with_flags(answer),
+                world.uplink,
+            )?;
         }
         run(world, Program::FromPod, &open.clone().with_flags(ACK), a)?;
-        ensure!(world.counter("flow_renewed")? == 0, "stray segments use the old flow");
+        ensure!(
+            world.counter("flow_renewed")? == 0,
+            "stray segments use the old flow"
+        );
         run(world, Program::FromPod, &open, a)?;
         ensure!(world.counter("flow_renewed")? == 1);
         Ok(())
@@ -436,14 +522,25 @@ fn the_hit_path_is_quick() {
         run(world, Program::FromPod, &request, a)?;
         // The test run hands the changed packet to the next round, so a direct packet shows the path's cost.
         let direct = Packet::new(protocol, &at(f.a, 40000), &at(f.b, 8080));
-        let result = world.kernel.test_run(Program::FromPod, &direct.to_bytes(), a, 200_000)?;
-        println!("from_pod {} protocol {protocol}, no service: {:?}", f.vip, result.duration);
-        println!("verified instructions: {:?}", world.kernel.verified_instructions());
+        let result = world
+            .kernel
+            .test_run(Program::FromPod, &direct.to_bytes(), a, 200_000)?;
+        println!(
+            "from_pod {} protocol {protocol}, no service: {:?}",
+            f.vip, result.duration
+        );
+        println!(
+            "verified instructions: {:?}",
+            world.kernel.verified_instructions()
+        );
         Ok(())
     });
 }
 
 #[test]
 fn constants_agree_with_the_texts_here() {
-    assert_eq!(V4::new(dataplane_common::HOST_SNAT_V4).octets(), [169, 254, 1, 2]);
+    assert_eq!(
+        V4::new(dataplane_common::HOST_SNAT_V4).octets(),
+        [169, 254, 1, 2]
+    );
 }

@@ -9,7 +9,12 @@ use weir_agent::kernel::{Kernel, Limits, PodPrograms, Program};
 use weir_tests::prog::packet::Packet;
 use weir_tests::prog::world::{NODE_V4, NODE_V6, POD_A, POD_B, POD_FAR, PROTOCOLS, World};
 
-const LIMITS: Limits = Limits { flows: 4_096, frontends: 256, slots: 1_024, endpoints: 64 };
+const LIMITS: Limits = Limits {
+    flows: 4_096,
+    frontends: 256,
+    slots: 1_024,
+    endpoints: 64,
+};
 
 /// Verdicts of the programs.
 const PASS: i32 = -1;
@@ -27,8 +32,22 @@ struct Family {
 }
 
 const FAMILIES: [Family; 2] = [
-    Family { name: "IPv4", vip: "10.96.0.20", a: POD_A.0, b: POD_B.0, far: POD_FAR.0, node: NODE_V4 },
-    Family { name: "IPv6", vip: "fd00:96::20", a: POD_A.1, b: POD_B.1, far: POD_FAR.1, node: NODE_V6 },
+    Family {
+        name: "IPv4",
+        vip: "10.96.0.20",
+        a: POD_A.0,
+        b: POD_B.0,
+        far: POD_FAR.0,
+        node: NODE_V4,
+    },
+    Family {
+        name: "IPv6",
+        vip: "fd00:96::20",
+        a: POD_A.1,
+        b: POD_B.1,
+        far: POD_FAR.1,
+        node: NODE_V6,
+    },
 ];
 
 type Check = (&'static str, fn(&mut World, &Family, u8) -> Result<()>);
@@ -74,7 +93,11 @@ fn main() -> ExitCode {
         }
         Err(error) => report("load and attach", Err(error)),
     }
-    if failures == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+    if failures == 0 {
+        ExitCode::SUCCESS
+    } else {
+        ExitCode::FAILURE
+    }
 }
 
 fn programs(world: &World) {
@@ -85,7 +108,11 @@ fn programs(world: &World) {
 }
 
 fn at(address: &str, port: u16) -> String {
-    if address.contains(':') { format!("[{address}]:{port}") } else { format!("{address}:{port}") }
+    if address.contains(':') {
+        format!("[{address}]:{port}")
+    } else {
+        format!("{address}:{port}")
+    }
 }
 
 fn request(family: &Family, protocol: u8, source: &str) -> Packet {
@@ -93,62 +120,142 @@ fn request(family: &Family, protocol: u8, source: &str) -> Packet {
 }
 
 /// Runs a program and checks the verdict and, through the parser, every checksum.
-fn run(world: &World, program: Program, packet: &Packet, ifindex: u32, verdict: i32) -> Result<Packet> {
-    let result = world.kernel.test_run(program, &packet.to_bytes(), ifindex, 1)?;
-    ensure!(result.verdict == verdict, "{program}: verdict {}, expected {verdict}", result.verdict);
+fn run(
+    world: &World,
+    program: Program,
+    packet: &Packet,
+    ifindex: u32,
+    verdict: i32,
+) -> Result<Packet> {
+    let result = world
+        .kernel
+        .test_run(program, &packet.to_bytes(), ifindex, 1)?;
+    ensure!(
+        result.verdict == verdict,
+        "{program}: verdict {}, expected {verdict}",
+        result.verdict
+    );
     Packet::from_bytes(&result.packet).with_context(|| format!("the packet after {program}"))
 }
 
 fn is_from_service(packet: &Packet, family: &Family) -> Result<()> {
-    ensure!(packet.source.to_string() == at(family.vip, 80), "answered as {}", packet.source);
-    ensure!(packet.destination.port() == 40_000, "to port {}", packet.destination.port());
+    ensure!(
+        packet.source.to_string() == at(family.vip, 80),
+        "answered as {}",
+        packet.source
+    );
+    ensure!(
+        packet.destination.port() == 40_000,
+        "to port {}",
+        packet.destination.port()
+    );
     Ok(())
 }
 
 fn same_node(world: &mut World, family: &Family, protocol: u8) -> Result<()> {
     world.serve(family.vip, &[family.b])?;
     let a = world.a.link.ifindex;
-    let sent = run(world, Program::FromPod, &request(family, protocol, family.a), a, REDIRECT)?;
-    ensure!(sent.destination.to_string() == at(family.b, 8080), "sent to {}", sent.destination);
+    let sent = run(
+        world,
+        Program::FromPod,
+        &request(family, protocol, family.a),
+        a,
+        REDIRECT,
+    )?;
+    ensure!(
+        sent.destination.to_string() == at(family.b, 8080),
+        "sent to {}",
+        sent.destination
+    );
     let b = world.b.link.ifindex;
-    is_from_service(&run(world, Program::FromPod, &sent.answer(), b, REDIRECT)?, family)
+    is_from_service(
+        &run(world, Program::FromPod, &sent.answer(), b, REDIRECT)?,
+        family,
+    )
 }
 
 fn other_node(world: &mut World, family: &Family, protocol: u8) -> Result<()> {
     world.serve(family.vip, &[family.far])?;
     let a = world.a.link.ifindex;
-    let sent = run(world, Program::FromPod, &request(family, protocol, family.a), a, REDIRECT)?;
-    ensure!(sent.destination.to_string() == at(family.far, 8080), "sent to {}", sent.destination);
-    let back = run(world, Program::FromNetwork, &sent.answer(), world.uplink, REDIRECT)?;
+    let sent = run(
+        world,
+        Program::FromPod,
+        &request(family, protocol, family.a),
+        a,
+        REDIRECT,
+    )?;
+    ensure!(
+        sent.destination.to_string() == at(family.far, 8080),
+        "sent to {}",
+        sent.destination
+    );
+    let back = run(
+        world,
+        Program::FromNetwork,
+        &sent.answer(),
+        world.uplink,
+        REDIRECT,
+    )?;
     is_from_service(&back, family)
 }
 
 fn node_backend(world: &mut World, family: &Family, protocol: u8) -> Result<()> {
     world.serve(family.vip, &[family.node])?;
     let a = world.a.link.ifindex;
-    let sent = run(world, Program::FromPod, &request(family, protocol, family.a), a, PASS)?;
-    is_from_service(&run(world, Program::ToPod, &sent.answer(), a, PASS)?, family)
+    let sent = run(
+        world,
+        Program::FromPod,
+        &request(family, protocol, family.a),
+        a,
+        PASS,
+    )?;
+    is_from_service(
+        &run(world, Program::ToPod, &sent.answer(), a, PASS)?,
+        family,
+    )
 }
 
 fn hairpin(world: &mut World, family: &Family, protocol: u8) -> Result<()> {
     world.serve(family.vip, &[family.a])?;
     let a = world.a.link.ifindex;
-    let sent = run(world, Program::FromPod, &request(family, protocol, family.a), a, REDIRECT)?;
-    is_from_service(&run(world, Program::FromPod, &sent.answer(), a, REDIRECT)?, family)
+    let sent = run(
+        world,
+        Program::FromPod,
+        &request(family, protocol, family.a),
+        a,
+        REDIRECT,
+    )?;
+    is_from_service(
+        &run(world, Program::FromPod, &sent.answer(), a, REDIRECT)?,
+        family,
+    )
 }
 
 fn host_process(world: &mut World, family: &Family, protocol: u8) -> Result<()> {
     let peer = world.host.peer_ifindex;
     for backend in [family.b, family.far, family.node] {
         world.serve(family.vip, &[backend])?;
-        run(world, Program::FromPod, &request(family, protocol, family.node), peer, REDIRECT)?;
+        run(
+            world,
+            Program::FromPod,
+            &request(family, protocol, family.node),
+            peer,
+            REDIRECT,
+        )?;
     }
     Ok(())
 }
 
 fn spoofed(world: &mut World, family: &Family, protocol: u8) -> Result<()> {
     let a = world.a.link.ifindex;
-    run(world, Program::FromPod, &request(family, protocol, family.b), a, DROP).map(drop)
+    run(
+        world,
+        Program::FromPod,
+        &request(family, protocol, family.b),
+        a,
+        DROP,
+    )
+    .map(drop)
 }
 
 fn collect(world: &World) -> Result<()> {
@@ -161,13 +268,21 @@ fn collect(world: &World) -> Result<()> {
 fn restart(world: &mut World) -> Result<()> {
     world.restart(LIMITS)?;
     world.apply()?;
-    ensure!(world.kernel.is_attached(&world.a.link), "pod a lost its programs");
+    ensure!(
+        world.kernel.is_attached(&world.a.link),
+        "pod a lost its programs"
+    );
     Ok(())
 }
 
 fn clean(world: World) -> Result<()> {
-    world.kernel.detach_pod(world.a.link.ifindex, &world.a.link.addresses)?;
-    ensure!(!world.kernel.is_attached(&world.a.link), "pod a is still attached");
+    world
+        .kernel
+        .detach_pod(world.a.link.ifindex, &world.a.link.addresses)?;
+    ensure!(
+        !world.kernel.is_attached(&world.a.link),
+        "pod a is still attached"
+    );
     let World { kernel, bpffs, .. } = world;
     drop(kernel);
     let removed = Kernel::cleanup(&bpffs)?;

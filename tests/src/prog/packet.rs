@@ -37,7 +37,8 @@ impl Packet {
     #[must_use]
     pub fn new(protocol: u8, source: &str, destination: &str) -> Self {
         let parse = |text: &str| {
-            text.parse().unwrap_or_else(|error| panic!("{text} is no socket address: {error}"))
+            text.parse()
+                .unwrap_or_else(|error| panic!("{text} is no socket address: {error}"))
         };
         Self {
             destination_mac: [2, 0, 0, 0, 0, 1],
@@ -71,8 +72,17 @@ impl Packet {
     pub fn to_bytes(&self) -> Vec<u8> {
         let mut transport = self.transport();
         if self.checksum {
-            let sum = pseudo_sum(self.source.ip(), self.destination.ip(), self.protocol, &transport);
-            let sum = if sum == 0 && self.protocol == UDP { 0xffff } else { sum };
+            let sum = pseudo_sum(
+                self.source.ip(),
+                self.destination.ip(),
+                self.protocol,
+                &transport,
+            );
+            let sum = if sum == 0 && self.protocol == UDP {
+                0xffff
+            } else {
+                sum
+            };
             let at = if self.protocol == TCP { 16 } else { 6 };
             transport[at..at + 2].copy_from_slice(&sum.to_be_bytes());
         }
@@ -109,7 +119,24 @@ impl Packet {
         bytes.extend(self.source.port().to_be_bytes());
         bytes.extend(self.destination.port().to_be_bytes());
         if self.protocol == TCP {
-            bytes.extend([0, 0, 0, 7, 0, 0, 0, 9, 0x50, self.tcp_flags, 0xff, 0xff, 0, 0, 0, 0]);
+            bytes.extend([
+                0,
+                0,
+                0,
+                7,
+                0,
+                0,
+                0,
+                9,
+                0x50,
+                self.tcp_flags,
+                0xff,
+                0xff,
+                0,
+                0,
+                0,
+                0,
+            ]);
         } else {
             bytes.extend(length(UDP_HEADER + self.payload.len()));
             bytes.extend([0, 0]);
@@ -129,8 +156,16 @@ impl Packet {
             [0x86, 0xdd] => read_ipv6(&bytes[ETHERNET..])?,
             other => bail!("ether type {other:02x?}"),
         };
-        let header = if protocol == TCP { TCP_HEADER } else { UDP_HEADER };
-        ensure!(transport.len() >= header, "transport header of {} bytes", transport.len());
+        let header = if protocol == TCP {
+            TCP_HEADER
+        } else {
+            UDP_HEADER
+        };
+        ensure!(
+            transport.len() >= header,
+            "transport header of {} bytes",
+            transport.len()
+        );
         let port = |at: usize| u16::from_be_bytes([transport[at], transport[at + 1]]);
         let checksum = protocol == TCP || port(6) != 0;
         if checksum {
@@ -155,14 +190,20 @@ type Read<'a> = (IpAddr, IpAddr, u8, &'a [u8]);
 
 fn read_ipv4(bytes: &[u8]) -> Result<Read<'_>> {
     let header = bytes.get(..20).context("an IPv4 header")?;
-    ensure!(fold(sum(header)) == 0, "the IPv4 header checksum is off by {:#06x}", fold(sum(header)));
-    let address = |at: usize| -> Result<IpAddr> { Ok(<[u8; 4]>::try_from(&header[at..at + 4])?.into()) };
+    ensure!(
+        fold(sum(header)) == 0,
+        "the IPv4 header checksum is off by {:#06x}",
+        fold(sum(header))
+    );
+    let address =
+        |at: usize| -> Result<IpAddr> { Ok(<[u8; 4]>::try_from(&header[at..at + 4])?.into()) };
     Ok((address(12)?, address(16)?, header[9], &bytes[20..]))
 }
 
 fn read_ipv6(bytes: &[u8]) -> Result<Read<'_>> {
     let header = bytes.get(..40).context("an IPv6 header")?;
-    let address = |at: usize| -> Result<IpAddr> { Ok(<[u8; 16]>::try_from(&header[at..at + 16])?.into()) };
+    let address =
+        |at: usize| -> Result<IpAddr> { Ok(<[u8; 16]>::try_from(&header[at..at + 16])?.into()) };
     Ok((address(8)?, address(24)?, header[6], &bytes[40..]))
 }
 
@@ -174,7 +215,12 @@ fn length(bytes: usize) -> [u8; 2] {
 fn sum(bytes: &[u8]) -> u32 {
     bytes
         .chunks(2)
-        .map(|pair| u32::from(u16::from_be_bytes([pair[0], pair.get(1).copied().unwrap_or(0)])))
+        .map(|pair| {
+            u32::from(u16::from_be_bytes([
+                pair[0],
+                pair.get(1).copied().unwrap_or(0),
+            ]))
+        })
         .sum()
 }
 

@@ -65,13 +65,21 @@ impl World {
     /// # Errors
     /// Says which part could not be made.
     pub fn new(limits: Limits) -> Result<Self> {
-        unshare(CloneFlags::CLONE_NEWNET | CloneFlags::CLONE_NEWNS).context("enter new namespaces")?;
+        unshare(CloneFlags::CLONE_NEWNET | CloneFlags::CLONE_NEWNS)
+            .context("enter new namespaces")?;
         let private = MsFlags::MS_REC | MsFlags::MS_PRIVATE;
-        mount(None::<&str>, "/", None::<&str>, private, None::<&str>).context("make mounts private")?;
+        mount(None::<&str>, "/", None::<&str>, private, None::<&str>)
+            .context("make mounts private")?;
         let directory = tempfile::tempdir().context("a folder for bpffs")?;
         let bpffs = directory.path().to_owned();
-        mount(Some("bpf"), &bpffs, Some("bpf"), MsFlags::empty(), None::<&str>)
-            .context("mount a bpffs")?;
+        mount(
+            Some("bpf"),
+            &bpffs,
+            Some("bpf"),
+            MsFlags::empty(),
+            None::<&str>,
+        )
+        .context("mount a bpffs")?;
         let mut netlink = Netlink::open()?;
         forward()?;
         let a = pod(&mut netlink, "a", 1, POD_A)?;
@@ -83,8 +91,20 @@ impl World {
         kernel.attach_host_link(&host)?;
         kernel.attach_pod(&a.link)?;
         kernel.attach_pod(&b.link)?;
-        let desired = DesiredState { config: ClusterConfig::default(), ..DesiredState::default() };
-        let world = Self { kernel, bpffs, a, b, host, uplink, desired, _mount: directory };
+        let desired = DesiredState {
+            config: ClusterConfig::default(),
+            ..DesiredState::default()
+        };
+        let world = Self {
+            kernel,
+            bpffs,
+            a,
+            b,
+            host,
+            uplink,
+            desired,
+            _mount: directory,
+        };
         world.apply()?;
         Ok(world)
     }
@@ -95,8 +115,11 @@ impl World {
     /// When the maps cannot be changed.
     pub fn serve(&mut self, address: &str, backends: &[&str]) -> Result<()> {
         let name = format!("service-{}", address.replace([':', '.'], "-"));
-        let family =
-            if address.contains(':') { AddressFamily::Ipv6 } else { AddressFamily::Ipv4 };
+        let family = if address.contains(':') {
+            AddressFamily::Ipv6
+        } else {
+            AddressFamily::Ipv4
+        };
         let protocols = [("tcp", Protocol::Tcp), ("udp", Protocol::Udp)];
         let service = Service {
             namespace: "default".into(),
@@ -135,8 +158,12 @@ impl World {
                 })
                 .collect(),
         };
-        self.desired.services.insert(Name::new("default", &name), service);
-        self.desired.endpoint_slices.insert(Name::new("default", &name), slice);
+        self.desired
+            .services
+            .insert(Name::new("default", &name), service);
+        self.desired
+            .endpoint_slices
+            .insert(Name::new("default", &name), slice);
         self.apply()
     }
 
@@ -145,7 +172,10 @@ impl World {
     /// # Errors
     /// When the maps cannot be changed.
     pub fn end(&mut self, address: &str) -> Result<()> {
-        let name = Name::new("default", format!("service-{}", address.replace([':', '.'], "-")));
+        let name = Name::new(
+            "default",
+            format!("service-{}", address.replace([':', '.'], "-")),
+        );
         self.desired.services.remove(&name);
         self.desired.endpoint_slices.remove(&name);
         self.apply()
@@ -165,9 +195,16 @@ impl World {
     /// # Errors
     /// When the maps cannot be changed, or a service did not fit.
     pub fn apply(&self) -> Result<()> {
-        let everything = Changes { everything: true, ..Changes::default() };
+        let everything = Changes {
+            everything: true,
+            ..Changes::default()
+        };
         let report = self.kernel.apply(&self.desired, &everything)?;
-        anyhow::ensure!(report.failed.is_empty(), "not programmed: {:?}", report.failed);
+        anyhow::ensure!(
+            report.failed.is_empty(),
+            "not programmed: {:?}",
+            report.failed
+        );
         Ok(())
     }
 
@@ -192,7 +229,11 @@ fn open(bpffs: &Path, limits: Limits) -> Result<Kernel> {
 }
 
 fn forward() -> Result<()> {
-    for key in ["net/ipv4/ip_forward", "net/ipv6/conf/all/forwarding", "net/ipv6/conf/default/forwarding"] {
+    for key in [
+        "net/ipv4/ip_forward",
+        "net/ipv6/conf/all/forwarding",
+        "net/ipv6/conf/default/forwarding",
+    ] {
         let path = Path::new("/proc/sys").join(key);
         std::fs::write(&path, "1").with_context(|| format!("set {}", path.display()))?;
     }
@@ -201,11 +242,21 @@ fn forward() -> Result<()> {
 }
 
 fn veth(netlink: &mut Netlink, near: &str, far: &str, number: u8) -> Result<(u32, u32)> {
-    let near = VethEnd { name: near, mac: [2, 0, 0, 0, number, 1], netns: None };
-    let far = VethEnd { name: far, mac: [2, 0, 0, 0, number, 2], netns: None };
+    let near = VethEnd {
+        name: near,
+        mac: [2, 0, 0, 0, number, 1],
+        netns: None,
+    };
+    let far = VethEnd {
+        name: far,
+        mac: [2, 0, 0, 0, number, 2],
+        netns: None,
+    };
     netlink.create_veth(&near, &far, 1500)?;
     let mut index = |name: &str| -> Result<u32> {
-        let link = netlink.link(name)?.with_context(|| format!("link {name}"))?;
+        let link = netlink
+            .link(name)?
+            .with_context(|| format!("link {name}"))?;
         netlink.set_link_up(link.index, true)?;
         Ok(link.index)
     };
@@ -217,11 +268,25 @@ fn pod(netlink: &mut Netlink, name: &str, number: u8, addresses: (&str, &str)) -
     let (ifindex, _) = veth(netlink, &host_name, &format!("in-{name}"), number)?;
     let addresses: Vec<IpAddr> = vec![addresses.0.parse()?, addresses.1.parse()?];
     for address in &addresses {
-        netlink.add_route((*address).into(), RoutePath::Link { link: ifindex, source: None })?;
+        netlink.add_route(
+            (*address).into(),
+            RoutePath::Link {
+                link: ifindex,
+                source: None,
+            },
+        )?;
         netlink.set_neighbour(ifindex, *address, [2, 0, 0, 0, number, 2])?;
     }
     let (pod_mac, host_mac) = ([2, 0, 0, 0, number, 2], [2, 0, 0, 0, number, 1]);
-    Ok(Pod { link: PodLink { ifindex, host_name, pod_mac, host_mac, addresses } })
+    Ok(Pod {
+        link: PodLink {
+            ifindex,
+            host_name,
+            pod_mac,
+            host_mac,
+            addresses,
+        },
+    })
 }
 
 fn uplink(netlink: &mut Netlink) -> Result<u32> {
@@ -232,9 +297,22 @@ fn uplink(netlink: &mut Netlink) -> Result<u32> {
     ] {
         let (own, gateway): (IpAddr, IpAddr) = (own.parse()?, peer.parse()?);
         netlink.add_host_address(uplink, own)?;
-        netlink.add_route(gateway.into(), RoutePath::Link { link: uplink, source: None })?;
+        netlink.add_route(
+            gateway.into(),
+            RoutePath::Link {
+                link: uplink,
+                source: None,
+            },
+        )?;
         netlink.set_neighbour(uplink, gateway, PEER_MAC)?;
-        netlink.add_route(range.parse()?, RoutePath::Via { gateway, link: uplink, source: None })?;
+        netlink.add_route(
+            range.parse()?,
+            RoutePath::Via {
+                gateway,
+                link: uplink,
+                source: None,
+            },
+        )?;
     }
     Ok(uplink)
 }
@@ -242,7 +320,10 @@ fn uplink(netlink: &mut Netlink) -> Result<u32> {
 fn host_link(netlink: &mut Netlink) -> Result<HostLink> {
     let (host_ifindex, peer_ifindex) = veth(netlink, "weir_host", "weir_hostp", 4)?;
     for range in ["10.96.0.0/16", "fd00:96::/112"] {
-        let path = RoutePath::Link { link: host_ifindex, source: None };
+        let path = RoutePath::Link {
+            link: host_ifindex,
+            source: None,
+        };
         netlink.add_route(range.parse()?, path)?;
     }
     Ok(HostLink {

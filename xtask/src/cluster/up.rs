@@ -364,15 +364,10 @@ fn import_images(cluster: &Cluster, index: u32, archive: &Path) -> Result<()> {
 /// Waits for the first answer. The listener exists before the control plane does, so one patient request is enough.
 fn wait_control(repo: &Repo, cluster: &Cluster, spec: &Spec) -> Result<()> {
     let files = Files::of(&cluster.dir);
-    let admin = cluster.dir.join("control/pki/ca.crt");
     let limit = Duration::from_secs(CONTROL_LIMIT_S);
-    if !wait_for(limit, || admin.exists()) {
-        bail!(
-            "the control plane made no CA: see {}",
-            cluster.log("control").display()
-        );
-    }
-    write_kubeconfig(cluster, spec)?;
+    // It makes its certificates first: until then there is nothing to write a kubeconfig from.
+    retry(limit, || write_kubeconfig(cluster, spec))
+        .with_context(|| format!("see {}", cluster.log("control").display()))?;
     let mut ask = kubectl(repo, cluster)?;
     ask.args([
         "get",
@@ -380,23 +375,22 @@ fn wait_control(repo: &Repo, cluster: &Cluster, spec: &Spec) -> Result<()> {
         "/readyz",
         &format!("--request-timeout={CONTROL_LIMIT_S}s"),
     ]);
-    let mut last = None;
-    let answered = wait_for(limit, || match output(&mut ask) {
-        Ok(_) => true,
-        Err(e) => {
-            last = Some(e);
-            false
-        }
+    retry(limit, || quiet(&mut ask)).with_context(|| {
+        format!(
+            "the control plane is not ready (programs in {})",
+            files.state.display()
+        )
+    })
+}
+
+/// Tries until it works; after the limit the last error stands.
+fn retry(limit: Duration, mut work: impl FnMut() -> Result<()>) -> Result<()> {
+    let mut last = Ok(());
+    wait_for(limit, || {
+        last = work();
+        last.is_ok()
     });
-    match last {
-        Some(e) if !answered => Err(e).with_context(|| {
-            format!(
-                "the control plane is not ready (state in {})",
-                files.state.display()
-            )
-        }),
-        _ => Ok(()),
-    }
+    last
 }
 
 /// The administrator's kubeconfig for the loopback listener, readable by its owner only.

@@ -48,8 +48,9 @@ const PAGE: &str = "\
 ";
 
 /// A shell and the few tools that people reach for inside a container.
-const APPLETS: [&str; 12] = [
+const APPLETS: [&str; 13] = [
     "sh", "ls", "cat", "ps", "wget", "nslookup", "nc", "sleep", "env", "hostname", "ip", "grep",
+    "timeout",
 ];
 
 pub(super) fn image(packages: &Packages) -> Result<Image> {

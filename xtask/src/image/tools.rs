@@ -8,13 +8,42 @@ use crate::run::{cmd, output};
 
 pub(super) const BUSYBOX: &str = "bin/busybox";
 
+/// Debian builds busybox without wget's time limit, which examples for Kubernetes use all the time.
+const WGET: &str = r#"#!/bin/sh
+limit=
+left=$#
+while [ "$left" -gt 0 ]; do
+    word=$1
+    shift
+    left=$((left - 1))
+    case $word in
+    -T | --timeout)
+        limit=$1
+        shift
+        left=$((left - 1))
+        ;;
+    -T*) limit=${word#-T} ;;
+    --timeout=*) limit=${word#--timeout=} ;;
+    --quiet) set -- "$@" -q ;;
+    *) set -- "$@" "$word" ;;
+    esac
+done
+[ -n "$limit" ] || exec busybox wget "$@"
+busybox timeout "$limit" busybox wget "$@"
+code=$?
+[ "$code" -lt 124 ] && exit "$code"
+echo "wget: download timed out" >&2
+exit 1
+"#;
+
 pub(super) fn image(packages: &Packages) -> Result<Image> {
     let busybox = busybox(packages)?;
     let mut layer = Layer::new();
     layer.file(BUSYBOX, &busybox, 0o755)?;
-    for applet in applets(&busybox)? {
+    for applet in applets(&busybox)?.iter().filter(|a| *a != "wget") {
         layer.symlink(&format!("bin/{applet}"), "busybox")?;
     }
+    layer.file("bin/wget", WGET.as_bytes(), 0o755)?;
     base_files(&mut layer)?;
     Ok(Image {
         name: "docker.io/library/busybox:latest".into(),
