@@ -29,13 +29,6 @@ pub struct Answer {
     pub chase: Option<Name>,
 }
 
-/// Whose the name is.
-#[derive(Clone, Debug, PartialEq)]
-pub enum Lookup {
-    Ours(Answer),
-    NotOurs,
-}
-
 /// What a name inside the zone is.
 enum Node<'a> {
     Missing,
@@ -67,9 +60,9 @@ enum Node<'a> {
 }
 
 impl Zone {
-    /// Looks up a name of class IN. `rotation` spreads clients over several addresses: any number will do.
+    /// Looks up a name of class IN; `None` when it is somebody else's. `rotation` spreads clients over several addresses: any number will do.
     #[must_use]
-    pub fn lookup(&self, name: &Name, record_type: RecordType, rotation: usize) -> Lookup {
+    pub fn lookup(&self, name: &Name, record_type: RecordType, rotation: usize) -> Option<Answer> {
         let found = if self.name.zone_of(name) {
             self.forward_lookup(name, record_type, rotation)
         } else if let Some(reverse) = Reverse::parse(name)
@@ -77,7 +70,7 @@ impl Zone {
         {
             self.reverse_lookup(name, record_type, &reverse, *network)
         } else {
-            return Lookup::NotOurs;
+            return None;
         };
         let missing = found.rcode == ResponseCode::NXDomain;
         if missing
@@ -87,7 +80,7 @@ impl Zone {
                 .iter()
                 .any(|zone| zone.zone_of(name))
         {
-            return Lookup::NotOurs;
+            return None;
         }
         let negative = missing || (found.records.is_empty() && found.chase.is_none());
         if negative && !self.synced {
@@ -96,9 +89,9 @@ impl Zone {
                 rcode: ResponseCode::ServFail,
                 ..Answer::default()
             };
-            return Lookup::Ours(answer);
+            return Some(answer);
         }
-        Lookup::Ours(found)
+        Some(found)
     }
 
     fn forward_lookup(&self, name: &Name, record_type: RecordType, rotation: usize) -> Answer {

@@ -1,10 +1,10 @@
 //! Packet in, packet out: what is answered here, what is forwarded, and how answers fit. [pure]
 
 use hickory_proto::op::{Edns, Message, MessageType, OpCode, Query, ResponseCode};
-use hickory_proto::rr::{DNSClass, Name, Record, RecordType};
-use hickory_proto::serialize::binary::{BinDecodable, BinEncodable, BinEncoder};
+use hickory_proto::rr::{DNSClass, Name, RecordType};
+use hickory_proto::serialize::binary::{BinDecodable, BinEncodable};
 
-use super::lookup::{Answer, Lookup};
+use super::lookup::Answer;
 use super::zone::Zone;
 
 /// Larger UDP answers are cut, whatever a client offers: they would be fragmented (RFC 9715).
@@ -12,8 +12,6 @@ pub const MAX_UDP_BYTES: u16 = 1232;
 /// What every client takes without EDNS (RFC 1035), and the least an EDNS offer means (RFC 6891).
 const MIN_UDP_BYTES: u16 = 512;
 const HEADER_BYTES: usize = 12;
-/// An OPT record without options.
-const OPT_BYTES: u16 = 11;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Transport {
@@ -83,16 +81,15 @@ pub fn handle(
         return Step::Drop;
     };
     let (name, record_type) = (question.name(), question.query_type());
-    let answer = match zone.lookup(name, record_type, rotation) {
-        Lookup::NotOurs if recursion => return request(name.clone(), record_type, None),
-        Lookup::NotOurs => {
-            let answer = Answer {
-                rcode: ResponseCode::Refused,
-                ..Answer::default()
-            };
-            return Step::Reply(reply(&query, transport, recursion, false, &answer));
+    let Some(answer) = zone.lookup(name, record_type, rotation) else {
+        if recursion {
+            return request(name.clone(), record_type, None);
         }
-        Lookup::Ours(answer) => answer,
+        let answer = Answer {
+            rcode: ResponseCode::Refused,
+            ..Answer::default()
+        };
+        return Step::Reply(reply(&query, transport, recursion, false, &answer));
     };
     match &answer.chase {
         Some(target) if recursion => request(target.clone(), record_type, Some(answer)),
@@ -291,11 +288,24 @@ fn encode(mut message: Message, limit: u16) -> Vec<u8> {
     {
         return bytes;
     }
-    let room = limit - if message.edns.is_some() { OPT_BYTES } else { 0 };
-    let count = fitting_answers(&message, room);
-    message.answers.truncate(count);
     message.authorities.clear();
     message.metadata.truncation = true;
+    let answers = std::mem::take(&mut message.answers);
+    // The most answers that fit lie between these: encoding is the only exact measure, as names are compressed.
+    let (mut fitting, mut too_many) = (0, answers.len() + 1);
+    while too_many - fitting > 1 {
+        let middle = fitting.midpoint(too_many);
+        message.answers = answers[..middle].to_vec();
+        if message
+            .to_vec()
+            .is_ok_and(|bytes| fits(&bytes) && count_of_answers(&bytes) == middle)
+        {
+            fitting = middle;
+        } else {
+            too_many = middle;
+        }
+    }
+    message.answers = answers[..fitting].to_vec();
     message.to_vec().unwrap_or_default()
 }
 
@@ -303,23 +313,10 @@ fn is_truncated(bytes: &[u8]) -> bool {
     bytes.get(2).is_some_and(|flags| flags & 0x02 != 0)
 }
 
-/// How many answers fit into so many bytes.
-fn fitting_answers(message: &Message, room: u16) -> usize {
-    let mut buffer = Vec::with_capacity(room.into());
-    let mut encoder = BinEncoder::new(&mut buffer);
-    encoder.set_max_size(room);
-    let without: [Record; 0] = [];
-    let header = hickory_proto::op::emit_message_parts(
-        &message.metadata,
-        &mut message.queries.iter(),
-        &mut message.answers.iter(),
-        &mut without.iter(),
-        &mut without.iter(),
-        None,
-        None,
-        &mut encoder,
-    );
-    header.map_or(0, |header| header.counts.answers.into())
+fn count_of_answers(bytes: &[u8]) -> usize {
+    bytes.get(6..8).map_or(0, |count| {
+        usize::from(u16::from_be_bytes([count[0], count[1]]))
+    })
 }
 
 /// Where the question section of a message with one question ends.

@@ -21,7 +21,7 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
 
-pub use lookup::{Answer, Lookup};
+pub use lookup::Answer;
 pub use message::{MAX_UDP_BYTES, Request, Step, Transport, handle};
 pub use metrics::DnsMetrics;
 pub use zone::{Options, PodRecords, Zone};

@@ -190,7 +190,7 @@ impl Zone {
 
     fn configure(&mut self, config: &v1::ClusterConfig) {
         if let Ok(mut name) = Name::from_ascii(&config.cluster_domain)
-            && !name.is_root()
+            && name.num_labels() > 0
         {
             name.set_fqdn(true);
             self.name = name.to_lowercase();
