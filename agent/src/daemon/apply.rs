@@ -14,8 +14,8 @@ use weir_agent::compile::routes::{self, Input, Problem};
 use weir_agent::config::Config;
 use weir_agent::feed::{FeedHandle, Origin, Update};
 use weir_agent::kernel::Kernel;
-use weir_agent::observe::Observe;
 use weir_agent::netlink::{Netlink, NetlinkError, sync};
+use weir_agent::observe::Observe;
 
 use super::Readiness;
 
@@ -145,7 +145,8 @@ impl Applier {
         };
         match result {
             Ok(report) => {
-                self.observe.applied(progress.committed_at_us, started.elapsed(), report.changed);
+                self.observe
+                    .applied(progress.committed_at_us, started.elapsed(), report.changed);
                 tracing::debug!(
                     revision = progress.state.revision,
                     changed = report.changed,

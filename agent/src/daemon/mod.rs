@@ -114,12 +114,19 @@ fn readiness_checks() -> Checks {
     Checks::new(&[
         (CHECK_PROGRAMS, "the eBPF programs are not attached yet"),
         (CHECK_CNI, "the CNI socket is not open yet"),
-        (CHECK_SNAPSHOT, "no complete state from the control plane is in the kernel yet"),
+        (
+            CHECK_SNAPSHOT,
+            "no complete state from the control plane is in the kernel yet",
+        ),
     ])
 }
 
 async fn show_readiness(observe: Observe, mut ready: watch::Receiver<Readiness>) {
-    if ready.wait_for(|readiness| readiness.programmed).await.is_ok() {
+    if ready
+        .wait_for(|readiness| readiness.programmed)
+        .await
+        .is_ok()
+    {
         observe.checks().pass(CHECK_SNAPSHOT);
     }
 }

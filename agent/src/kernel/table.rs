@@ -358,7 +358,9 @@ pub(super) fn detach_link(path: &Path) -> io::Result<()> {
         link_fd: u32,
     }
     let fd = open_pin(path)?;
-    let mut attr = DetachAttr { link_fd: number(&fd) };
+    let mut attr = DetachAttr {
+        link_fd: number(&fd),
+    };
     // SAFETY: the structure holds no address.
     unsafe { bpf(BPF_LINK_DETACH, &mut attr) }.map(drop)
 }

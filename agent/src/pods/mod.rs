@@ -10,6 +10,8 @@ mod container;
 mod cri;
 mod downward;
 mod env;
+#[cfg(test)]
+mod fake;
 mod feed_source;
 mod files;
 mod hooks;

@@ -123,20 +123,16 @@ fn container_status(
             .chain(&r.containers)
             .find(|c| c.name == container.name)
     });
+    let ends = spec.deleting || memory.terminal.is_some();
     let known = memory
         .containers
         .get(&container.name)
         .and_then(|c| c.waiting.clone());
     let Some(latest) = view.latest(&container.name) else {
-        status.state = Some(waiting(
-            known.unwrap_or_else(|| default_wait(spec, init, initialized)),
-        ));
+        let why = known.unwrap_or_else(|| default_wait(spec, init, initialized));
+        status.state = Some(waiting(why));
         if let Some(reported) = reported.filter(|r| !r.container_id.is_empty()) {
-            recall(
-                &mut status,
-                reported,
-                spec.deleting || memory.terminal.is_some(),
-            );
+            recall(&mut status, reported, ends);
         }
         return status;
     };
@@ -146,43 +142,44 @@ fn container_status(
     if !latest.image.is_empty() && !latest.image.starts_with("sha256:") {
         status.image.clone_from(&latest.image);
     }
-    let previous = view.previous(&container.name).map(terminated);
-    status.last_state = previous.or_else(|| {
-        reported
-            .filter(|r| r.restart_count > 0)
-            .and_then(|r| r.last_state.clone())
-    });
-    let policy = policy_of(spec, container, init);
-    let ends = spec.deleting || memory.terminal.is_some();
-    let will_restart = !ends && may_restart(policy, latest);
+    let before = reported
+        .filter(|r| r.restart_count > 0)
+        .and_then(|r| r.last_state.clone());
+    status.last_state = view.previous(&container.name).map(terminated).or(before);
     match latest.state {
         ContainerState::Running => {
+            let running = Running {
+                started_at_us: latest.started_us,
+            };
             status.state = Some(State {
-                kind: Some(Kind::Running(Running {
-                    started_at_us: latest.started_us,
-                })),
+                kind: Some(Kind::Running(running)),
             });
             status.started = memory.is_started(&container.name, &latest.id);
             status.ready =
                 memory.is_ready(&container.name, &latest.id) && (!init || container.sidecar);
         }
-        ContainerState::Exited => match known.filter(|_| will_restart) {
-            Some(why) => {
-                status.last_state = Some(terminated(latest));
-                status.state = Some(waiting(why));
-            }
-            None => {
-                status.ready = init && !container.sidecar && latest.exit_code == 0;
-                status.state = Some(terminated(latest));
-            }
-        },
+        ContainerState::Exited => {
+            let restarts = !ends && may_restart(policy_of(spec, container, init), latest);
+            status.ready = init && !container.sidecar && latest.exit_code == 0;
+            exited(&mut status, latest, known.filter(|_| restarts));
+        }
         ContainerState::Created | ContainerState::Unknown => {
-            status.state = Some(waiting(
-                known.unwrap_or_else(|| default_wait(spec, init, initialized)),
-            ));
+            let why = known.unwrap_or_else(|| default_wait(spec, init, initialized));
+            status.state = Some(waiting(why));
         }
     }
     status
+}
+
+/// An instance that has ended: its end is the state, or the last state while the next one is waited for.
+fn exited(status: &mut ContainerStatus, latest: &ContainerView, why: Option<(String, String)>) {
+    match why {
+        Some(why) => {
+            status.last_state = Some(terminated(latest));
+            status.state = Some(waiting(why));
+        }
+        None => status.state = Some(terminated(latest)),
+    }
 }
 
 /// The instance is gone from the runtime: what is known of it is its last report.

@@ -626,3 +626,7 @@ impl Drop for Handle {
         self.task.abort();
     }
 }
+
+#[cfg(test)]
+#[path = "worker_tests.rs"]
+mod tests;

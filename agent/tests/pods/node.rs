@@ -147,7 +147,7 @@ impl Node {
         std::fs::create_dir_all(self.path("cni")).unwrap();
         let containerd = format!(
             "version = 2\nroot = \"{root}\"\nstate = \"{state}\"\n[grpc]\naddress = \"{socket}\"\n\
-             [plugins.\"io.containerd.grpc.v1.cri\"]\nsandbox_image = \"{IMAGE}\"\nrestrict_oom_score_adj = true\n\
+             [plugins.\"io.containerd.grpc.v1.cri\"]\nsandbox_image = \"{IMAGE}\"\nrestrict_oom_score_adj = true\nnetns_mounts_under_state_dir = true\n\
              [plugins.\"io.containerd.grpc.v1.cri\".cni]\nbin_dir = \"/usr/lib/cni\"\nconf_dir = \"{cni}\"\n",
             root = at("root"),
             state = at("state"),
