@@ -7,7 +7,7 @@ use anyhow::{Context as _, Result, bail};
 use sha2::{Digest as _, Sha256};
 
 use crate::install::{self, BpfToolchain};
-use crate::repo::{Repo, write_atomically};
+use crate::repo::{Repo, write_if_changed};
 use crate::run::{loud, output};
 
 /// The programs of the product, with the package that each comes from.
@@ -75,9 +75,7 @@ pub(crate) fn ebpf(repo: &Repo) -> Result<bool> {
         );
     }
     // The agent embeds the object: the same bytes must not make cargo rebuild it.
-    if std::fs::read(&object).ok().as_deref() != Some(&bytes) {
-        write_atomically(&object, &bytes, 0o644)?;
-    }
+    write_if_changed(&object, &bytes, 0o644)?;
     std::fs::write(&stamp, digest).with_context(|| format!("write {}", stamp.display()))?;
     Ok(true)
 }

@@ -87,6 +87,28 @@ pub(crate) fn is_executable(path: &Path) -> bool {
         .is_ok_and(|m| m.is_file() && m.permissions().mode() & 0o111 != 0)
 }
 
+/// Changes whenever the file is written anew.
+pub(crate) fn file_version(path: &Path) -> Result<String> {
+    use std::os::unix::fs::MetadataExt as _;
+    let meta = path
+        .metadata()
+        .with_context(|| format!("look at {}", path.display()))?;
+    Ok(format!(
+        "{} {}.{}",
+        meta.len(),
+        meta.mtime(),
+        meta.mtime_nsec()
+    ))
+}
+
+/// Writes the file unless it holds these bytes already.
+pub(crate) fn write_if_changed(path: &Path, bytes: &[u8], mode: u32) -> Result<()> {
+    if std::fs::read(path).ok().as_deref() == Some(bytes) {
+        return Ok(());
+    }
+    write_atomically(path, bytes, mode)
+}
+
 /// Writes a file so that readers see the old or the new content, never half of it.
 pub(crate) fn write_atomically(path: &Path, bytes: &[u8], mode: u32) -> Result<()> {
     use std::io::Write as _;

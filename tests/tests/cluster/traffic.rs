@@ -64,7 +64,7 @@ fn run_pod(cluster: &Cluster, name: &str, node: &str, script: &str) -> Result<St
 /// wget by name in a pod of every node, as a user would.
 pub(crate) fn from_pods(cluster: &Cluster) -> Result<String> {
     let script = format!(
-        "for i in $(seq {REQUESTS}); do wget -qO- -T 5 http://web.default.svc.cluster.local | grep Served || echo lost; done"
+        "for i in $(seq {REQUESTS}); do wget -T 5 -qO- http://web.default.svc.cluster.local | grep Served || echo lost; done"
     );
     let results: Vec<Result<String>> = std::thread::scope(|scope| {
         let threads: Vec<_> = NODES

@@ -5,13 +5,11 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context as _, Result};
 use serde_json::{Value, json};
-use sha2::{Digest as _, Sha256};
 
 use super::supervise::Program;
 use super::{Cluster, MARK, Role, network, node, v4, v6};
-use crate::artifacts::hex;
 use crate::image::PAUSE_IMAGE;
-use crate::repo::write_atomically;
+use crate::repo::{file_version, write_if_changed};
 
 /// API server inside the cluster's network.
 const API_PORT: u16 = 6443;
@@ -50,7 +48,7 @@ pub(crate) fn write_node(cluster: &Cluster, index: u32) -> Result<()> {
     let dir = cluster.node_dir(index);
     write_toml(&dir.join("containerd.toml"), &containerd(&dir))?;
     // Programs of the node find no name server but the cluster's: the nodes have no way to the outside.
-    write_atomically(&dir.join("resolv.conf"), b"", 0o644)?;
+    write_if_changed(&dir.join("resolv.conf"), b"", 0o644)?;
     write_toml(&dir.join("agent.toml"), &agent(cluster, index))
 }
 
@@ -113,7 +111,7 @@ fn agent(cluster: &Cluster, index: u32) -> Value {
 
 fn write_toml(path: &Path, value: &Value) -> Result<()> {
     let text = toml::to_string(value).with_context(|| format!("encode {}", path.display()))?;
-    write_atomically(path, text.as_bytes(), 0o644)
+    write_if_changed(path, text.as_bytes(), 0o644)
 }
 
 /// The control plane's program.
@@ -172,10 +170,11 @@ fn program(
     argv: Vec<String>,
     version_of: &[&Path],
 ) -> Result<Program> {
-    let mut hasher = Sha256::new();
-    for path in version_of {
-        hasher.update(std::fs::read(path).with_context(|| format!("read {}", path.display()))?);
-    }
+    // Both are written only when their content changes.
+    let versions = version_of
+        .iter()
+        .map(|p| file_version(p))
+        .collect::<Result<Vec<_>>>()?;
     let mut env = BTreeMap::from([
         (MARK.to_owned(), cluster.dir.display().to_string()),
         // Logs are files.
@@ -189,6 +188,6 @@ fn program(
         env,
         log: cluster.log(name),
         takes_listener: false,
-        version: hex(&hasher.finalize()),
+        version: versions.join(", "),
     })
 }

@@ -70,7 +70,7 @@ pub(crate) struct Program {
     pub(crate) env: BTreeMap<String, String>,
     pub(crate) log: PathBuf,
     pub(crate) takes_listener: bool,
-    /// Digest of the program and its configuration: a new build is a changed entry.
+    /// Version of the program's file and its configuration: a new build is a changed entry.
     pub(crate) version: String,
 }
 

@@ -17,8 +17,8 @@ use super::{Cluster, MARK, MAX_NODES, Role, config, down, network, node, v4, v6}
 use crate::artifacts::{self, PROGRAMS, Profile};
 use crate::image;
 use crate::install::{self, Purpose};
-use crate::repo::{Repo, write_atomically};
-use crate::run::{Steps, in_parallel, output, quiet};
+use crate::repo::{Repo, file_version, write_atomically, write_if_changed};
+use crate::run::{Steps, in_parallel, quiet};
 
 /// First port that is tried for the API on loopback, and how many after it.
 const FIRST_PORT: u16 = 6443;
@@ -202,10 +202,7 @@ fn build_network(cluster: &Cluster, nodes: &[u32]) -> Result<()> {
 fn install_program(source: &Path, folder: &Path) -> Result<()> {
     let bytes = std::fs::read(source).with_context(|| format!("read {}", source.display()))?;
     let to = folder.join(source.file_name().context("a program has a name")?);
-    if std::fs::read(&to).ok().as_deref() == Some(&bytes) {
-        return Ok(());
-    }
-    write_atomically(&to, &bytes, 0o755)
+    write_if_changed(&to, &bytes, 0o755)
 }
 
 /// Puts the CNI plugins where the node's runtime looks for them.
@@ -335,30 +332,23 @@ fn import_images(cluster: &Cluster, index: u32, archive: &Path) -> Result<()> {
             cluster.log(&format!("containerd-n{index}")).display()
         );
     }
-    let ctr = |args: &[&str]| {
-        let mut ctr = Command::new("nsenter");
-        ctr.args(node::enter(cluster, index).into_iter().skip(1));
-        ctr.args([
-            "ctr",
-            "--address",
-            config::CONTAINERD_SOCKET,
-            "--namespace",
-            "k8s.io",
-        ]);
-        ctr.args(args);
-        ctr
-    };
-    let present =
-        output(&mut ctr(&["images", "list", "-q"])).context("ask containerd for its images")?;
-    if image::IMAGES
-        .iter()
-        .all(|name| present.lines().any(|l| l.ends_with(&format!("/{name}"))))
-    {
+    let imported = cluster.node_dir(index).join("imported-images");
+    let version = file_version(archive)?;
+    if std::fs::read_to_string(&imported).is_ok_and(|v| v == version) {
         return Ok(());
     }
-    quiet(ctr(&["images", "import", "--local"]).arg(archive))
-        .or_else(|_| quiet(ctr(&["images", "import"]).arg(archive)))
-        .with_context(|| format!("import the images into n{index}"))
+    let mut ctr = Command::new("nsenter");
+    ctr.args(node::enter(cluster, index).into_iter().skip(1));
+    ctr.args([
+        "ctr",
+        "--address",
+        config::CONTAINERD_SOCKET,
+        "--namespace",
+        "k8s.io",
+    ]);
+    quiet(ctr.args(["images", "import"]).arg(archive))
+        .with_context(|| format!("import the images into n{index}"))?;
+    write_atomically(&imported, version.as_bytes(), 0o644)
 }
 
 /// Waits for the first answer. The listener exists before the control plane does, so one patient request is enough.

@@ -24,7 +24,7 @@ pub(crate) const PAUSE_IMAGE: &str = "docker.io/library/weir-pause:1";
 pub(crate) const IMAGES: [&str; 3] = ["nginx:latest", "busybox:latest", "weir-pause:1"];
 
 /// Bumped when the recipes below change, so that cached archives are made anew.
-const RECIPE: &str = "2";
+const RECIPE: &str = "3";
 
 /// Returns the archive with all images, building it when sources or recipes changed.
 pub(crate) fn archive(repo: &Repo, refresh: bool) -> Result<(PathBuf, bool)> {
@@ -49,9 +49,10 @@ pub(crate) fn archive(repo: &Repo, refresh: bool) -> Result<(PathBuf, bool)> {
     Ok((path, true))
 }
 
-/// Debian's static busybox, for other uses than the tools image.
-pub(crate) fn busybox(repo: &Repo) -> Result<Vec<u8>> {
-    tools::busybox(&deb::Packages::open(repo.images().join("packages"))?)
+/// Debian's static busybox: the root file system of a test kernel has no libraries.
+pub(crate) fn static_busybox(repo: &Repo) -> Result<Vec<u8>> {
+    let packages = deb::Packages::open(repo.images().join("packages"))?;
+    tools::program(&packages, "busybox-static")
 }
 
 fn pause_image(program: &[u8]) -> Result<Image> {

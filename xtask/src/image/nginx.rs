@@ -4,7 +4,7 @@ use anyhow::Result;
 
 use super::deb::{Packages, is_library};
 use super::oci::{Config, Image, Layer};
-use super::tools::{BUSYBOX, base_files, busybox};
+use super::tools::{add_busybox, base_files};
 
 const CONFIG: &str = "\
 user www-data;
@@ -48,9 +48,8 @@ const PAGE: &str = "\
 ";
 
 /// A shell and the few tools that people reach for inside a container.
-const APPLETS: [&str; 13] = [
-    "sh", "ls", "cat", "ps", "wget", "nslookup", "nc", "sleep", "env", "hostname", "ip", "grep",
-    "timeout",
+const APPLETS: [&str; 12] = [
+    "sh", "ls", "cat", "ps", "nslookup", "nc", "sleep", "env", "hostname", "ip", "grep", "timeout",
 ];
 
 pub(super) fn image(packages: &Packages) -> Result<Image> {
@@ -68,10 +67,7 @@ pub(super) fn image(packages: &Packages) -> Result<Image> {
     layer.folder("var/lib/nginx", 0o755)?;
     layer.symlink("var/log/nginx/access.log", "/dev/stdout")?;
     layer.symlink("var/log/nginx/error.log", "/dev/stderr")?;
-    layer.file(BUSYBOX, &busybox(packages)?, 0o755)?;
-    for applet in APPLETS {
-        layer.symlink(&format!("bin/{applet}"), "busybox")?;
-    }
+    add_busybox(packages, &mut layer, |applet| APPLETS.contains(&applet))?;
     base_files(&mut layer)?;
     Ok(Image {
         name: "docker.io/library/nginx:latest".into(),

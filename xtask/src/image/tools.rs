@@ -1,12 +1,14 @@
-//! The tools image: Debian's static busybox with a link per applet.
+//! The tools image: Debian's busybox with a link per applet and the libraries that it needs.
+//!
+//! Not the static busybox: its shell runs its own applets whatever PATH says, so that `wget` could not be mended.
 
 use anyhow::Result;
 
-use super::deb::Packages;
+use super::deb::{Packages, is_library};
 use super::oci::{Config, Image, Layer};
 use crate::run::{cmd, output};
 
-pub(super) const BUSYBOX: &str = "bin/busybox";
+const BUSYBOX: &str = "bin/busybox";
 
 /// Debian builds busybox without wget's time limit, which examples for Kubernetes use all the time.
 const WGET: &str = r#"#!/bin/sh
@@ -37,13 +39,11 @@ exit 1
 "#;
 
 pub(super) fn image(packages: &Packages) -> Result<Image> {
-    let busybox = busybox(packages)?;
     let mut layer = Layer::new();
-    layer.file(BUSYBOX, &busybox, 0o755)?;
-    for applet in applets(&busybox)?.iter().filter(|a| *a != "wget") {
-        layer.symlink(&format!("bin/{applet}"), "busybox")?;
-    }
-    layer.file("bin/wget", WGET.as_bytes(), 0o755)?;
+    packages
+        .files(&["libc6"], is_needed_library)?
+        .add_to(&mut layer)?;
+    add_busybox(packages, &mut layer, |_| true)?;
     base_files(&mut layer)?;
     Ok(Image {
         name: "docker.io/library/busybox:latest".into(),
@@ -55,14 +55,36 @@ pub(super) fn image(packages: &Packages) -> Result<Image> {
     })
 }
 
-/// The busybox program itself.
-pub(super) fn busybox(packages: &Packages) -> Result<Vec<u8>> {
-    let mut files = packages.files(&["busybox-static"], |p| {
-        p == BUSYBOX || p == "usr/bin/busybox"
-    })?;
+/// Adds busybox and links for the wanted applets to a layer that has a C library.
+pub(super) fn add_busybox(
+    packages: &Packages,
+    layer: &mut Layer,
+    wanted: impl Fn(&str) -> bool,
+) -> Result<()> {
+    let busybox = program(packages, "busybox")?;
+    layer.file(BUSYBOX, &busybox, 0o755)?;
+    for applet in applets(&busybox)?
+        .iter()
+        .filter(|a| *a != "wget" && wanted(a))
+    {
+        layer.symlink(&format!("bin/{applet}"), "busybox")?;
+    }
+    layer.file("bin/wget", WGET.as_bytes(), 0o755)
+}
+
+/// The busybox program of a package.
+pub(super) fn program(packages: &Packages, package: &str) -> Result<Vec<u8>> {
+    let mut files = packages.files(&[package], |p| p == BUSYBOX || p == "usr/bin/busybox")?;
     files
         .take(BUSYBOX)
         .or_else(|_| files.take("usr/bin/busybox"))
+}
+
+/// Of the C library's package, what busybox loads.
+fn is_needed_library(path: &str) -> bool {
+    let name = path.rsplit('/').next().unwrap_or_default();
+    let needed = ["ld-linux", "libc.so", "libresolv.so", "libnss_"];
+    is_library(path) && needed.iter().any(|n| name.starts_with(n))
 }
 
 /// Asks the program itself which applets it carries.

@@ -69,7 +69,7 @@ pub(crate) fn run(repo: &Repo, asked: &[Kernel]) -> Result<Counts> {
     artifacts::ebpf(repo)?;
     let program = artifacts::static_program(repo, "weir-tests", "weir_vmtest")?;
     let payload = initramfs::Payload {
-        busybox: crate::image::busybox(repo)?,
+        busybox: crate::image::static_busybox(repo)?,
         test: std::fs::read(&program).with_context(|| format!("read {}", program.display()))?,
         object: std::fs::read(repo.bpf_object()).context("read the eBPF object")?,
     };
