@@ -25,6 +25,7 @@ const DROP: i32 = aya_ebpf::bindings::TC_ACT_SHOT as i32;
 
 /// Ingress of the host side of a pod's link, and of the peer of the host link.
 #[classifier]
+#[inline(always)]
 pub fn from_pod(context: TcContext) -> i32 {
     match packet::ether_type(&context) {
         IPV4 => run_from_pod::<V4>(&context),
@@ -36,6 +37,7 @@ pub fn from_pod(context: TcContext) -> i32 {
 
 /// Egress of the host side of a pod's link: packets of the node's own stack.
 #[classifier]
+#[inline(always)]
 pub fn to_pod(context: TcContext) -> i32 {
     match packet::ether_type(&context) {
         IPV4 => run_to_pod::<V4>(&context),
@@ -46,6 +48,7 @@ pub fn to_pod(context: TcContext) -> i32 {
 
 /// Ingress of an uplink.
 #[classifier]
+#[inline(always)]
 pub fn from_network(context: TcContext) -> i32 {
     match packet::ether_type(&context) {
         IPV4 => run_from_network::<V4>(&context),

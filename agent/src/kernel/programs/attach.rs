@@ -259,6 +259,8 @@ impl Programs {
     fn attach_filter(&mut self, program: Program, name: &str) -> Result<(), Cause> {
         match tc::qdisc_add_clsact(name) {
             Ok(()) | Err(tc::TcError::AlreadyAttached) => {}
+            Err(tc::TcError::NetlinkError(error))
+                if error.raw_os_error() == Some(libc::EEXIST) => {}
             Err(error) => return Err(error.into()),
         }
         let direction = direction(program);
