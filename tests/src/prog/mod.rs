@@ -1,4 +1,6 @@
-//! Running the eBPF programs on given packets: packets as text-book values, and a node made of links that nobody uses.
+//! Running the eBPF programs on given packets: packets as text-book values, a node made of links that nobody uses, and
+//! nodes with pods whose sockets are real.
 
+pub mod nodes;
 pub mod packet;
 pub mod world;

@@ -114,56 +114,7 @@ impl World {
     /// # Errors
     /// When the maps cannot be changed.
     pub fn serve(&mut self, address: &str, backends: &[&str]) -> Result<()> {
-        let name = format!("service-{}", address.replace([':', '.'], "-"));
-        let family = if address.contains(':') {
-            AddressFamily::Ipv6
-        } else {
-            AddressFamily::Ipv4
-        };
-        let protocols = [("tcp", Protocol::Tcp), ("udp", Protocol::Udp)];
-        let service = Service {
-            namespace: "default".into(),
-            name: name.clone(),
-            r#type: ServiceType::ClusterIp.into(),
-            cluster_ips: vec![address.into()],
-            ports: protocols
-                .map(|(name, protocol)| ServicePort {
-                    name: name.into(),
-                    protocol: protocol.into(),
-                    port: 80,
-                    node_port: 0,
-                })
-                .into(),
-            ..Service::default()
-        };
-        let slice = EndpointSlice {
-            namespace: "default".into(),
-            name: name.clone(),
-            service: name.clone(),
-            family: family.into(),
-            ports: protocols
-                .map(|(name, protocol)| EndpointPort {
-                    name: name.into(),
-                    protocol: protocol.into(),
-                    port: 8080,
-                })
-                .into(),
-            endpoints: backends
-                .iter()
-                .map(|address| Endpoint {
-                    addresses: vec![(*address).into()],
-                    ready: true,
-                    serving: true,
-                    ..Endpoint::default()
-                })
-                .collect(),
-        };
-        self.desired
-            .services
-            .insert(Name::new("default", &name), service);
-        self.desired
-            .endpoint_slices
-            .insert(Name::new("default", &name), slice);
+        serve(&mut self.desired, address, backends);
         self.apply()
     }
 
@@ -172,12 +123,7 @@ impl World {
     /// # Errors
     /// When the maps cannot be changed.
     pub fn end(&mut self, address: &str) -> Result<()> {
-        let name = Name::new(
-            "default",
-            format!("service-{}", address.replace([':', '.'], "-")),
-        );
-        self.desired.services.remove(&name);
-        self.desired.endpoint_slices.remove(&name);
+        end(&mut self.desired, address);
         self.apply()
     }
 
@@ -217,6 +163,68 @@ impl World {
         let found = counters.iter().find(|counter| counter.name == name);
         Ok(found.with_context(|| format!("no counter {name}"))?.packets)
     }
+}
+
+fn name_of(address: &str) -> Name {
+    Name::new(
+        "default",
+        format!("service-{}", address.replace([':', '.'], "-")),
+    )
+}
+
+/// Puts a service at `address`:80 (TCP and UDP) with these endpoints at port 8080 into the desired state.
+pub fn serve(desired: &mut DesiredState, address: &str, backends: &[&str]) {
+    let name = name_of(address);
+    let family = if address.contains(':') {
+        AddressFamily::Ipv6
+    } else {
+        AddressFamily::Ipv4
+    };
+    let protocols = [("tcp", Protocol::Tcp), ("udp", Protocol::Udp)];
+    let service = Service {
+        namespace: name.namespace.clone(),
+        name: name.name.clone(),
+        r#type: ServiceType::ClusterIp.into(),
+        cluster_ips: vec![address.into()],
+        ports: protocols
+            .map(|(name, protocol)| ServicePort {
+                name: name.into(),
+                protocol: protocol.into(),
+                port: 80,
+                node_port: 0,
+            })
+            .into(),
+        ..Service::default()
+    };
+    let endpoint = |address: &&str| Endpoint {
+        addresses: vec![(*address).into()],
+        ready: true,
+        serving: true,
+        ..Endpoint::default()
+    };
+    let slice = EndpointSlice {
+        namespace: name.namespace.clone(),
+        name: name.name.clone(),
+        service: name.name.clone(),
+        family: family.into(),
+        ports: protocols
+            .map(|(name, protocol)| EndpointPort {
+                name: name.into(),
+                protocol: protocol.into(),
+                port: 8080,
+            })
+            .into(),
+        endpoints: backends.iter().map(endpoint).collect(),
+    };
+    desired.services.insert(name.clone(), service);
+    desired.endpoint_slices.insert(name, slice);
+}
+
+/// Takes the service at `address` out of the desired state.
+pub fn end(desired: &mut DesiredState, address: &str) {
+    let name = name_of(address);
+    desired.services.remove(&name);
+    desired.endpoint_slices.remove(&name);
 }
 
 fn open(bpffs: &Path, limits: Limits) -> Result<Kernel> {
