@@ -58,6 +58,10 @@ pub enum RunError {
         index: usize,
         source: std::io::Error,
     },
+    #[error(
+        "advertise = \"{0}\": pods and nodes cannot reach the API there; name an address of this machine's network"
+    )]
+    Advertise(SocketAddr),
     #[error("nowhere to serve the API: set api_listen, or pass a socket by LISTEN_FDS")]
     NoListener,
     #[error(transparent)]
@@ -71,6 +75,10 @@ pub enum RunError {
 /// # Errors
 /// [`RunError`] says which part failed on what.
 pub async fn serve(config: Config, shutdown: CancellationToken) -> Result<(), RunError> {
+    let advertised = config.advertise.ip();
+    if advertised.is_loopback() || advertised.is_unspecified() {
+        return Err(RunError::Advertise(config.advertise));
+    }
     let listeners = api_listeners(&config).await?;
     create_data_dir(&config)?;
     let (names, ips) = server_names(&config);

@@ -6,6 +6,7 @@
 use std::collections::{BTreeMap, HashMap};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
+use std::thread::JoinHandle;
 
 use async_trait::async_trait;
 use bytes::Bytes;
@@ -33,11 +34,24 @@ pub struct OpenOptions {
     pub now_us: fn() -> i64,
 }
 
-/// A store in one redb file. Dropping the last handle stops the writer after what is queued.
+/// A store in one redb file. Dropping it writes what is queued and closes the file.
 #[derive(Debug)]
 pub struct EmbeddedStore {
     shared: Arc<Shared>,
-    queue: mpsc::Sender<Request>,
+    /// `None` only while it is dropped.
+    queue: Option<mpsc::Sender<Request>>,
+    writer: Option<JoinHandle<()>>,
+}
+
+impl Drop for EmbeddedStore {
+    fn drop(&mut self) {
+        self.queue = None;
+        if let Some(writer) = self.writer.take()
+            && writer.join().is_err()
+        {
+            tracing::error!("the store's writer had failed");
+        }
+    }
 }
 
 #[derive(Debug)]
@@ -86,11 +100,15 @@ impl EmbeddedStore {
             shared: Arc::clone(&shared),
             now_us: options.now_us,
         };
-        std::thread::Builder::new()
+        let writer = std::thread::Builder::new()
             .name("store-writer".into())
             .spawn(move || writer.run(requests))
             .map_err(|e| failed(redb::Error::Io(e)))?;
-        Ok(Self { shared, queue })
+        Ok(Self {
+            shared,
+            queue: Some(queue),
+            writer: Some(writer),
+        })
     }
 }
 
@@ -172,6 +190,8 @@ impl Store for EmbeddedStore {
     async fn commit(&self, ops: Vec<Op>) -> Result<Committed, StoreError> {
         let (reply, answer) = oneshot::channel();
         self.queue
+            .as_ref()
+            .ok_or(StoreError::Closed)?
             .send(Request { ops, reply })
             .await
             .map_err(|_| StoreError::Closed)?;

@@ -82,18 +82,7 @@ async fn revisions_and_records_survive_reopening() {
             .unwrap();
         store.commit(vec![delete("core/a/2")]).await.unwrap();
     }
-    let path = dir.path().join("store.redb");
-    let store = loop {
-        // The writer thread of the first handle closes the file when it ends.
-        match EmbeddedStore::open(&OpenOptions {
-            path: path.clone(),
-            now_us: || 0,
-        }) {
-            Ok(store) => break store,
-            Err(StoreError::Open { .. }) => std::thread::yield_now(),
-            Err(e) => panic!("{e}"),
-        }
-    };
+    let store = open(&dir);
     assert_eq!(store.revision().await.unwrap(), 3);
     assert_eq!(names(&store, "core/a/", None).await, ["core/a/1=x"]);
     let old = store.watch("core/a/", 2).await;

@@ -26,6 +26,8 @@ mod read;
 mod scale;
 mod services;
 mod strategy;
+#[cfg(test)]
+mod tests;
 mod update;
 
 pub use delete::{DeleteOutcome, DeleteRequest};

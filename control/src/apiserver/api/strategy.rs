@@ -121,7 +121,7 @@ pub(super) fn prepare_update(
 ) -> Result<(), ApiError> {
     let old_metadata = &old["metadata"];
     let metadata = map_mut(new, "metadata")?;
-    for key in SERVER_OWNED.iter().chain(&["uid"]) {
+    for key in SERVER_OWNED.iter().chain(&["name", "namespace", "uid"]) {
         put(metadata, key, old_metadata.get(*key).cloned());
     }
     if !metadata.contains_key("managedFields") {

@@ -6,8 +6,8 @@ use serde_json::Value;
 
 use super::services::Allocation;
 use super::{
-    Api, WRITE_TRIES, WriteOptions, check_uid, conflict, convert, invalid, not_found, now_text,
-    read, scale, stale, store_error, strategy,
+    Api, WRITE_TRIES, WriteOptions, check_uid, conflict, convert, invalid, now_text, read, scale,
+    stale, store_error, strategy,
 };
 use crate::apiserver::object::{self, map_mut, text};
 use crate::apiserver::patch::Apply;
@@ -35,8 +35,6 @@ impl Target<'_> {
             Some(SubresourceKind::Scale) => "scale",
             Some(SubresourceKind::Finalize) => "finalize",
             Some(SubresourceKind::Approval) => "approval",
-            Some(SubresourceKind::EphemeralContainers) => "ephemeralcontainers",
-            Some(SubresourceKind::Resize) => "resize",
             _ => "",
         }
     }
@@ -50,7 +48,7 @@ pub enum PatchRequest {
 }
 
 /// A changed object and whether the write created it.
-pub type Written = (Arc<Value>, bool);
+pub(crate) type Written = (Arc<Value>, bool);
 
 impl Api {
     /// Replaces an object (or what the subresource covers of it).
@@ -340,15 +338,7 @@ fn check_identity(target: Target<'_>, object: &Value) -> Result<(), ApiError> {
     Ok(())
 }
 
-/// 404 and 409 in the words of a resource, for the rooms beside this one.
-pub(super) fn must_exist<T>(
-    def: &ResourceDef,
-    name: &str,
-    found: Option<T>,
-) -> Result<T, ApiError> {
-    found.ok_or_else(|| not_found(def, name))
-}
-
+/// 409 in the words of a resource, for the rooms beside this one.
 pub(super) fn refuse(def: &ResourceDef, name: &str, why: &str) -> ApiError {
     conflict(def, name, why)
 }

@@ -244,7 +244,8 @@ impl Server {
         let watching = path.watch || call.query.flag("watch");
         let verb = route::verb(&call.method, path, watching);
         let review = def.is_some_and(|d| reviews::GROUPS.contains(&&*d.group));
-        if !call.identity.is_admin() && !(review && path.plural.starts_with("selfsubject")) {
+        let about_self = review && path.plural.starts_with("selfsubject");
+        if !call.identity.is_admin() && !about_self {
             return Err(authn::forbidden_resource(&call.identity, verb, path));
         }
         let def = def.ok_or_else(no_such_path)?;

@@ -169,6 +169,7 @@ pub(super) fn resources() -> Vec<ResourceDef> {
     [
         core(),
         apps(),
+        reviews(),
         batch(),
         networking(),
         policy_and_scaling(),
@@ -178,8 +179,8 @@ pub(super) fn resources() -> Vec<ResourceDef> {
     .concat()
 }
 
-fn core() -> Vec<ResourceDef> {
-    let pod = namespaced("", "v1", "Pod", "pods")
+fn pod() -> ResourceDef {
+    namespaced("", "v1", "Pod", "pods")
         .short(&["po"])
         .all()
         .generation()
@@ -190,11 +191,6 @@ fn core() -> Vec<ResourceDef> {
             ("", "v1", "Binding"),
             CREATE,
         )
-        .sub(
-            "ephemeralcontainers",
-            SubresourceKind::EphemeralContainers,
-            GET_PATCH_UPDATE,
-        )
         .sub_as(
             "eviction",
             SubresourceKind::Eviction,
@@ -202,8 +198,10 @@ fn core() -> Vec<ResourceDef> {
             CREATE,
         )
         .sub("log", SubresourceKind::Log, GET)
-        .sub("resize", SubresourceKind::Resize, GET_PATCH_UPDATE)
-        .status();
+        .status()
+}
+
+fn core() -> Vec<ResourceDef> {
     let token = ("authentication.k8s.io", "v1", "TokenRequest");
     let mut binding = namespaced("", "v1", "Binding", "bindings");
     binding.verbs = CREATE;
@@ -235,7 +233,7 @@ fn core() -> Vec<ResourceDef> {
         cluster("", "v1", "PersistentVolume", "persistentvolumes")
             .short(&["pv"])
             .status(),
-        pod,
+        pod(),
         namespaced("", "v1", "PodTemplate", "podtemplates").generation(),
         namespaced("", "v1", "ReplicationController", "replicationcontrollers")
             .short(&["rc"])

@@ -109,8 +109,6 @@ pub enum SubresourceKind {
     Finalize,
     Token,
     Approval,
-    EphemeralContainers,
-    Resize,
 }
 
 /// One subresource. Group, version and kind are those of its bodies, which may differ from the parent's.

@@ -1,0 +1,288 @@
+//! The write path on a real store.
+
+use std::sync::Arc;
+
+use serde_json::{Value, json};
+
+use super::{Api, DeleteRequest, ListQuery, PatchRequest, Target, WriteOptions};
+use crate::apiserver::codec::FieldValidation;
+use crate::apiserver::registry::SubresourceKind;
+use crate::client::PatchKind;
+use crate::config::Network;
+use crate::status::ApiError;
+use crate::store::{EmbeddedStore, OpenOptions};
+
+struct Fixture {
+    api: Arc<Api>,
+    _dir: tempfile::TempDir,
+}
+
+fn options() -> WriteOptions {
+    WriteOptions {
+        dry_run: false,
+        manager: "test".into(),
+        validation: FieldValidation::Strict,
+    }
+}
+
+impl Fixture {
+    async fn new() -> Self {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("store");
+        let store = EmbeddedStore::open(&OpenOptions { path, now_us: || 0 }).unwrap();
+        let api = Arc::new(Api::new(Arc::new(store), Network::default()));
+        api.bootstrap("192.0.2.1:6443".parse().unwrap())
+            .await
+            .unwrap();
+        Self { api, _dir: dir }
+    }
+
+    async fn create(&self, plural: &str, object: Value) -> Result<Arc<Value>, ApiError> {
+        let def = self.api.resource("", "v1", plural)?;
+        self.api.create(&def, "default", object, &options()).await
+    }
+
+    async fn merge(&self, plural: &str, name: &str, patch: Value) -> Result<Arc<Value>, ApiError> {
+        let def = self.api.resource("", "v1", plural)?;
+        let target = Target {
+            def: &def,
+            namespace: "default",
+            name,
+            sub: None,
+        };
+        let request = PatchRequest::Patch(PatchKind::Merge, patch);
+        Ok(self.api.patch(target, &request, &options()).await?.0.0)
+    }
+
+    async fn delete(&self, plural: &str, name: &str) -> Result<bool, ApiError> {
+        let def = self.api.resource("", "v1", plural)?;
+        let request = DeleteRequest::default();
+        Ok(self.api.delete(&def, "default", name, &request).await?.gone)
+    }
+
+    async fn keys(&self, prefix: &str) -> Vec<String> {
+        let page = self.api.store().list(prefix, None, 0, None).await.unwrap();
+        page.records.iter().map(|r| r.key.to_string()).collect()
+    }
+}
+
+fn service(name: &str, spec: Value) -> Value {
+    json!({"apiVersion": "v1", "kind": "Service", "metadata": {"name": name}, "spec": spec})
+}
+
+fn config_map(name: &str) -> Value {
+    json!({"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": name}})
+}
+
+#[tokio::test]
+async fn dual_stack_services_take_and_return_addresses_of_both_families() {
+    let f = Fixture::new().await;
+    let spec =
+        json!({"ipFamilyPolicy": "PreferDualStack", "type": "NodePort", "ports": [{"port": 80}]});
+    let made = f.create("services", service("s", spec)).await.unwrap();
+    let ips = made["spec"]["clusterIPs"].as_array().unwrap();
+    assert_eq!(made["spec"]["ipFamilies"], json!(["IPv4", "IPv6"]));
+    assert!(ips[0].as_str().unwrap().starts_with("10.96."));
+    assert!(ips[1].as_str().unwrap().starts_with("fd00:10:96:"));
+    let before = f.keys("networking.k8s.io/ipaddresses/").await.len();
+    assert_eq!(f.keys("weir/nodeports/").await.len(), 1);
+    let down = json!({"spec": {"ipFamilyPolicy": "SingleStack"}});
+    let single = f.merge("services", "s", down).await.unwrap();
+    assert_eq!(single["spec"]["clusterIPs"], json!([ips[0]]));
+    assert_eq!(
+        f.keys("networking.k8s.io/ipaddresses/").await.len(),
+        before - 1
+    );
+    f.delete("services", "s").await.unwrap();
+    assert_eq!(
+        f.keys("networking.k8s.io/ipaddresses/").await.len(),
+        before - 2
+    );
+    assert!(f.keys("weir/nodeports/").await.is_empty());
+}
+
+#[tokio::test]
+async fn a_requested_address_has_one_owner() {
+    let f = Fixture::new().await;
+    let spec = json!({"clusterIP": "10.96.0.77", "ports": [{"port": 80}]});
+    let racers = (0..8).map(|n| f.create("services", service(&format!("s{n}"), spec.clone())));
+    let results = futures::future::join_all(racers).await;
+    assert_eq!(results.iter().filter(|r| r.is_ok()).count(), 1);
+    let refused = results.into_iter().find_map(Result::err).unwrap();
+    assert_eq!(refused.code, 422);
+    assert!(refused.message.contains("already allocated"), "{refused}");
+}
+
+#[tokio::test]
+async fn writers_and_patchers_lose_nothing() {
+    let f = Fixture::new().await;
+    f.create("configmaps", config_map("a")).await.unwrap();
+    let patches =
+        (0..30).map(|n| f.merge("configmaps", "a", json!({"data": {format!("k{n}"): "v"}})));
+    for result in futures::future::join_all(patches).await {
+        result.unwrap();
+    }
+    let def = f.api.resource("", "v1", "configmaps").unwrap();
+    let stored = f.api.get(&def, "default", "a").await.unwrap();
+    assert_eq!(stored["data"].as_object().unwrap().len(), 30);
+}
+
+#[tokio::test]
+async fn a_write_without_a_change_keeps_the_version() {
+    let f = Fixture::new().await;
+    let made = f.create("configmaps", config_map("a")).await.unwrap();
+    let same = f
+        .merge("configmaps", "a", json!({"metadata": {"labels": null}}))
+        .await
+        .unwrap();
+    assert_eq!(
+        made["metadata"]["resourceVersion"],
+        same["metadata"]["resourceVersion"]
+    );
+    let mut stale = Value::clone(&made);
+    stale["metadata"]["resourceVersion"] = "1".into();
+    stale["data"] = json!({"k": "v"});
+    let def = f.api.resource("", "v1", "configmaps").unwrap();
+    let target = Target {
+        def: &def,
+        namespace: "default",
+        name: "a",
+        sub: None,
+    };
+    assert!(
+        f.api
+            .update(target, stale, &options())
+            .await
+            .unwrap_err()
+            .is_conflict()
+    );
+}
+
+#[tokio::test]
+async fn the_last_finalizer_removes_a_deleted_object() {
+    let f = Fixture::new().await;
+    let mut held = config_map("a");
+    held["metadata"]["finalizers"] = json!(["example.com/hold"]);
+    f.create("configmaps", held).await.unwrap();
+    assert!(!f.delete("configmaps", "a").await.unwrap());
+    let more = json!({"metadata": {"finalizers": ["example.com/hold", "example.com/more"]}});
+    assert_eq!(
+        f.merge("configmaps", "a", more).await.unwrap_err().code,
+        422
+    );
+    f.merge("configmaps", "a", json!({"metadata": {"finalizers": null}}))
+        .await
+        .unwrap();
+    assert!(
+        f.delete("configmaps", "a")
+            .await
+            .unwrap_err()
+            .is_not_found()
+    );
+}
+
+#[tokio::test]
+async fn an_ending_namespace_takes_nothing_new_and_goes_when_finalized() {
+    let f = Fixture::new().await;
+    let namespaces = f.api.resource("", "v1", "namespaces").unwrap();
+    let namespace = json!({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": "n"}});
+    f.api
+        .create(&namespaces, "", namespace, &options())
+        .await
+        .unwrap();
+    let gone = f
+        .api
+        .delete(&namespaces, "", "n", &DeleteRequest::default())
+        .await
+        .unwrap();
+    assert!(!gone.gone);
+    assert_eq!(gone.object["status"]["phase"], "Terminating");
+    let maps = f.api.resource("", "v1", "configmaps").unwrap();
+    let refused = f
+        .api
+        .create(&maps, "n", config_map("late"), &options())
+        .await
+        .unwrap_err();
+    assert_eq!(
+        (refused.code, refused.details.causes[0].reason),
+        (403, "NamespaceTerminating")
+    );
+    let target = Target {
+        def: &namespaces,
+        namespace: "",
+        name: "n",
+        sub: Some(SubresourceKind::Finalize),
+    };
+    let finalize = PatchRequest::Patch(PatchKind::Merge, json!({"spec": {"finalizers": []}}));
+    f.api.patch(target, &finalize, &options()).await.unwrap();
+    assert!(
+        f.api
+            .get(&namespaces, "", "n")
+            .await
+            .unwrap_err()
+            .is_not_found()
+    );
+    let kept = f
+        .api
+        .delete(&namespaces, "", "default", &DeleteRequest::default())
+        .await;
+    assert_eq!(kept.unwrap_err().code, 403);
+}
+
+#[tokio::test]
+async fn dry_runs_leave_nothing() {
+    let f = Fixture::new().await;
+    let def = f.api.resource("", "v1", "services").unwrap();
+    let dry = WriteOptions {
+        dry_run: true,
+        ..options()
+    };
+    let before = f.api.revision().await.unwrap();
+    let spec = json!({"type": "NodePort", "ports": [{"port": 80}]});
+    let shown = f
+        .api
+        .create(&def, "default", service("s", spec), &dry)
+        .await
+        .unwrap();
+    assert!(shown["spec"]["ports"][0]["nodePort"].as_u64().unwrap() >= 30000);
+    assert_eq!(f.api.revision().await.unwrap(), before);
+}
+
+#[tokio::test]
+async fn selected_lists_come_in_pages() {
+    let f = Fixture::new().await;
+    for n in 0..6 {
+        let mut map = config_map(&format!("c{n}"));
+        map["metadata"]["labels"] = json!({"odd": (n % 2 == 1).to_string()});
+        f.create("configmaps", map).await.unwrap();
+    }
+    let def = f.api.resource("", "v1", "configmaps").unwrap();
+    let labels = crate::apiserver::selector::LabelSelector::parse("odd=true").unwrap();
+    let mut query = ListQuery {
+        labels,
+        limit: 2,
+        ..ListQuery::default()
+    };
+    let first = f.api.list(&def, "default", &query).await.unwrap();
+    assert_eq!((first.records.len(), first.remaining), (2, None));
+    query.after = first.next;
+    query.at = Some(first.revision);
+    let second = f.api.list(&def, "default", &query).await.unwrap();
+    assert_eq!((second.records.len(), second.next), (1, None));
+    assert!(second.records[0].key.ends_with("/c5"));
+}
+
+#[tokio::test]
+async fn both_event_groups_show_one_object() {
+    let f = Fixture::new().await;
+    let event = json!({"apiVersion": "v1", "kind": "Event", "metadata": {"name": "e"},
+        "involvedObject": {"kind": "Pod", "namespace": "default", "name": "p"}, "reason": "R",
+        "message": "m", "type": "Normal", "source": {"component": "c"}});
+    f.create("events", event).await.unwrap();
+    let other = f.api.resource("events.k8s.io", "v1", "events").unwrap();
+    let seen = f.api.get(&other, "default", "e").await.unwrap();
+    assert_eq!(
+        (&seen["apiVersion"], &seen["regarding"]["name"]),
+        (&json!("events.k8s.io/v1"), &json!("p"))
+    );
+}
