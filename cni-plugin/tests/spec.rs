@@ -1,7 +1,6 @@
 //! The binary against the CNI specification: what a runtime sees, without an agent or with a scripted one.
 #![allow(clippy::unwrap_used, reason = "a test may stop at any surprise")]
 
-
 use std::io::{Read, Write};
 use std::os::unix::net::UnixListener;
 use std::path::Path;

@@ -37,8 +37,9 @@ impl std::fmt::Debug for Wiring {
 }
 
 impl Wiring {
-    /// Everything between a durable record and a pod that can talk. On failure nothing is left.
-    pub(super) fn set_up(&self, record: &Record, netns: &File) -> Result<(), CniError> {
+    /// Everything between a durable record and a pod that can talk. On failure nothing is left. Returns the interface
+    /// index of the host side.
+    pub(super) fn set_up(&self, record: &Record, netns: &File) -> Result<u32, CniError> {
         let host_name = record.key.host_name();
         let mut netlink = Netlink::open()?;
         if netlink.link(&host_name)?.is_some() {
@@ -48,7 +49,7 @@ impl Wiring {
         self.create(&mut netlink, record, netns)?;
         let result = self.connect(&mut netlink, record, netns);
         if result.is_err()
-            && let Err(e) = self.tear_down(&record.key, &record.addresses)
+            && let Err(e) = self.tear_down(&record.key, 0, &record.addresses)
         {
             tracing::warn!(link = %host_name, error = %e, "undo of a failed CNI ADD is incomplete");
         }
@@ -84,7 +85,7 @@ impl Wiring {
         netlink: &mut Netlink,
         record: &Record,
         netns: &File,
-    ) -> Result<(), CniError> {
+    ) -> Result<u32, CniError> {
         let host_name = record.key.host_name();
         base::quiet(&host_name)?;
         sysctl::set(&format!("net/ipv4/conf/{host_name}/forwarding"), "1")?;
@@ -92,7 +93,8 @@ impl Wiring {
         self.attach(record, &host)?;
         netlink.set_link_up(host.index, true)?;
         netns::inside(netns, || set_up_pod_side(record))?;
-        self.route_to_pod(netlink, record, &host)
+        self.route_to_pod(netlink, record, &host)?;
+        Ok(host.index)
     }
 
     /// Gives a pod's link its programs; safe to repeat.
@@ -143,13 +145,20 @@ impl Wiring {
         Ok(())
     }
 
-    /// Removes the link, then what the dataplane holds about it. Nothing of it need exist.
-    pub(super) fn tear_down(&self, key: &Key, addresses: &[IpAddr]) -> Result<(), CniError> {
+    /// Removes the link, then what the dataplane holds about it. Nothing of it need exist. `known_index` is the link's
+    /// interface index, or zero; it matters once the link is gone.
+    pub(super) fn tear_down(
+        &self,
+        key: &Key,
+        known_index: u32,
+        addresses: &[IpAddr],
+    ) -> Result<(), CniError> {
         let host_name = key.host_name();
         let mut netlink = Netlink::open()?;
-        let index = netlink.link(&host_name)?.map_or(0, |l| l.index);
+        let link = netlink.link(&host_name)?;
+        let index = link.as_ref().map_or(known_index, |l| l.index);
         // The wire is cut first: no packet passes a link without programs.
-        if index != 0 {
+        if link.is_some() {
             absent_is_done(netlink.delete_link(&host_name))?;
         }
         self.programs.detach_pod(index, addresses).map_err(|e| {

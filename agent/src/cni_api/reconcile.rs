@@ -43,10 +43,12 @@ impl Attachments {
             .map(|l| (l.name.as_str(), l))
             .collect();
         let mut live = Vec::new();
+        let mut indexes = BTreeMap::new();
         for record in loaded.records {
             match ours.remove(record.key.host_name().as_str()) {
                 Some(link) => {
                     self.repair(&mut netlink, &record, link);
+                    indexes.insert(record.key.clone(), link.index);
                     live.push(record);
                 }
                 None => self.drop_dead(&record)?,
@@ -61,6 +63,7 @@ impl Attachments {
         }
         let mut state = self.lock();
         state.ipam = Ipam::from_records(&live);
+        state.links = indexes;
         state.records = live.into_iter().map(|r| (r.key.clone(), r)).collect();
         Ok(())
     }
@@ -85,7 +88,8 @@ impl Attachments {
     fn drop_dead(&self, record: &Record) -> Result<(), CniError> {
         tracing::info!(container = %record.key.container_id, addresses = ?record.addresses,
             "container went while no agent ran; its addresses are free again");
-        self.wiring.tear_down(&record.key, &record.addresses)?;
+        // The kernel room has forgotten interfaces that went while no agent ran.
+        self.wiring.tear_down(&record.key, 0, &record.addresses)?;
         self.store.remove(&record.key)?;
         Ok(())
     }

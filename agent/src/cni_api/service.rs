@@ -38,6 +38,8 @@ pub struct Settings {
 pub(super) struct State {
     pub(super) ipam: Ipam,
     pub(super) records: BTreeMap<Key, Record>,
+    /// Interface indexes of host links: still needed when a link has gone with its container.
+    pub(super) links: BTreeMap<Key, u32>,
     /// Attachments that a request is working on.
     pub(super) busy: BTreeSet<Key>,
 }
@@ -160,9 +162,14 @@ impl Attachments {
         }
         self.store.cancel_delete(&key)?;
         let record = self.reserve(&key, request, &cidrs)?;
-        if let Err(e) = self.wiring.set_up(&record, netns) {
-            self.forget(&record)?;
-            return Err(e);
+        match self.wiring.set_up(&record, netns) {
+            Ok(index) => {
+                self.lock().links.insert(key.clone(), index);
+            }
+            Err(e) => {
+                self.forget(&record)?;
+                return Err(e);
+            }
         }
         tracing::info!(
             container = %key.container_id, interface = %key.if_name, addresses = ?record.addresses,
@@ -210,9 +217,9 @@ impl Attachments {
     /// Removes everything of an attachment. Succeeds when there is nothing.
     pub(super) fn delete(&self, key: &Key) -> Result<(), CniError> {
         let _busy = self.claim(key, WAIT_FOR_OTHER)?;
-        let record = self.lock().records.get(key).cloned();
+        let (record, index) = self.known(key);
         let addresses = record.as_ref().map_or(&[][..], |r| &r.addresses);
-        self.wiring.tear_down(key, addresses)?;
+        self.wiring.tear_down(key, index, addresses)?;
         if let Some(record) = record {
             self.forget(&record)?;
             tracing::info!(
@@ -309,11 +316,18 @@ impl Attachments {
         })
     }
 
+    /// An attachment's record, and the interface index of its host link or zero.
+    fn known(&self, key: &Key) -> (Option<Record>, u32) {
+        let state = self.lock();
+        (state.records.get(key).cloned(), state.links.get(key).copied().unwrap_or(0))
+    }
+
     /// Gives addresses back, after everything that used them is gone.
     fn forget(&self, record: &Record) -> Result<(), CniError> {
         self.store.remove(&record.key)?;
         let mut state = self.lock();
         state.records.remove(&record.key);
+        state.links.remove(&record.key);
         state
             .ipam
             .release(&record.key, &record.addresses, self.now());
@@ -331,9 +345,9 @@ impl Attachments {
     }
 
     fn release_dead(&self, key: &Key) -> Result<(), CniError> {
-        let record = self.lock().records.get(key).cloned();
+        let (record, index) = self.known(key);
         if let Some(record) = record {
-            self.wiring.tear_down(key, &record.addresses)?;
+            self.wiring.tear_down(key, index, &record.addresses)?;
             self.forget(&record)?;
             tracing::info!(container = %key.container_id, addresses = ?record.addresses,
                 "released the addresses of a container that went without a DEL");

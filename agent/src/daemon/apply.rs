@@ -18,6 +18,7 @@ use weir_agent::netlink::{Netlink, NetlinkError, sync};
 use weir_agent::observe::Observe;
 
 use super::Readiness;
+use super::base::Base;
 
 /// Changes of links and routes come in bursts; routes are compared once they are over.
 const NETWORK_DEBOUNCE: Duration = Duration::from_millis(100);
@@ -35,8 +36,7 @@ pub(super) struct Applier {
     pub(super) feed: FeedHandle,
     pub(super) kernel: Arc<Kernel>,
     pub(super) attachments: Arc<Attachments>,
-    /// Interface index of the host link.
-    pub(super) host_link: u32,
+    pub(super) base: Arc<Base>,
     pub(super) readiness: watch::Sender<Readiness>,
     pub(super) observe: Observe,
 }
@@ -51,6 +51,8 @@ struct Progress {
     retry_after: Duration,
     retry_at: Option<tokio::time::Instant>,
     problems: BTreeSet<String>,
+    /// Revision and problem last acknowledged.
+    told: Option<(u64, String)>,
 }
 
 /// What one pass over the routes found.
@@ -107,8 +109,12 @@ impl Applier {
             progress.retry_after = RETRY_FIRST;
         }
         if progress.origin == Origin::Server {
-            let error = (!problem.is_empty()).then(|| problem.clone());
-            self.feed.ack(progress.state.revision, error);
+            let told = (progress.state.revision, problem.clone());
+            if progress.told.as_ref() != Some(&told) {
+                self.feed
+                    .ack(told.0, (!problem.is_empty()).then(|| problem.clone()));
+                progress.told = Some(told);
+            }
         }
         self.readiness.send_if_modified(|now| {
             let next = Readiness {
@@ -178,14 +184,14 @@ impl Applier {
 
     async fn apply_routes(&self, progress: &mut Progress) -> Vec<String> {
         let (config, attachments) = (Arc::clone(&self.config), Arc::clone(&self.attachments));
-        let (state, origin, host_link) =
-            (Arc::clone(&progress.state), progress.origin, self.host_link);
+        let (state, origin) = (Arc::clone(&progress.state), progress.origin);
+        let base = Arc::clone(&self.base);
         let work = tokio::task::spawn_blocking(move || {
-            route_pass(&config, &attachments, &state, origin, host_link)
+            route_pass(&config, &attachments, &state, origin, &base)
         });
         let pass = match work.await {
             Ok(Ok(pass)) => pass,
-            Ok(Err(e)) => return vec![e.to_string()],
+            Ok(Err(e)) => return vec![format!("{e:#}")],
             Err(e) => return vec![format!("compare routes: {e}")],
         };
         let problems: BTreeSet<String> = pass.problems.iter().map(ToString::to_string).collect();
@@ -218,6 +224,7 @@ fn merge(progress: Option<Progress>, update: Update) -> Progress {
             retry_after: RETRY_FIRST,
             retry_at: None,
             problems: BTreeSet::new(),
+            told: None,
         };
     };
     let mut pending = old.pending.unwrap_or_default();
@@ -248,9 +255,10 @@ fn route_pass(
     attachments: &Attachments,
     state: &DesiredState,
     origin: Origin,
-    host_link: u32,
-) -> Result<RoutePass, NetlinkError> {
+    base: &Base,
+) -> anyhow::Result<RoutePass> {
     let mut netlink = Netlink::open()?;
+    let host_link = base.restore(&mut netlink)?;
     let reach = sync::reach_of(
         &mut netlink,
         &routes::peer_addresses(&config.node_name, &state.nodes),

@@ -1,6 +1,7 @@
 //! The agent as a process: the order of start and end, and the loops between the rooms.
 
 mod apply;
+mod base;
 pub(crate) mod cleanup;
 mod node_report;
 
@@ -19,10 +20,12 @@ use weir_agent::cni_api::{self, Attachments, Store};
 use weir_agent::config::Config;
 use weir_agent::dns;
 use weir_agent::feed::{self, FeedHandle};
-use weir_agent::kernel::{self, Kernel, Limits, NodeIdentity, PodPrograms};
-use weir_agent::netlink::{self, Netlink, base};
+use weir_agent::kernel::{Kernel, Limits, NodeIdentity, PodPrograms};
+use weir_agent::netlink;
 use weir_agent::observe::{self, Checks, Observe};
 use weir_agent::pods;
+
+use base::Base;
 
 /// Held by the one agent of a node.
 const LOCK_NAME: &str = "agent.lock";
@@ -42,13 +45,6 @@ pub(crate) struct Readiness {
     pub(crate) problem: String,
 }
 
-/// The parts that the kernel of this node holds, adopted or new.
-struct Node {
-    kernel: Arc<Kernel>,
-    host_link: base::HostLink,
-    mtu: u32,
-}
-
 /// Runs until SIGTERM or SIGINT. Whatever ends the process, the dataplane stays as it is.
 pub(crate) async fn run(config: Config) -> Result<()> {
     let config = Arc::new(config);
@@ -59,20 +55,20 @@ pub(crate) async fn run(config: Config) -> Result<()> {
     watch_signals(&shutdown)?;
 
     let observe = observe::start(&config, readiness_checks(), shutdown.clone()).await?;
-    let node = {
+    let (kernel, base) = {
         let config = Arc::clone(&config);
         tokio::task::spawn_blocking(move || prepare(&config)).await??
     };
     observe.checks().pass(CHECK_PROGRAMS);
-    observe.set_dataplane(Arc::<Kernel>::clone(&node.kernel));
+    observe.set_dataplane(Arc::<Kernel>::clone(&kernel));
     let feed = feed::start(&config, shutdown.clone())?;
     observe.set_feed(feed.clone());
     let dns = dns::start(&config, feed.updates(), shutdown.clone())?;
     tracing::info!(addresses = ?dns.addresses(), "cluster DNS listens");
     observe.set_dns(dns);
     let (attachments, cni) = {
-        let (config, feed, kernel) = (Arc::clone(&config), feed.clone(), Arc::clone(&node.kernel));
-        let mtu = config.cni.mtu.unwrap_or(node.mtu);
+        let (config, feed, kernel) = (Arc::clone(&config), feed.clone(), Arc::clone(&kernel));
+        let mtu = config.cni.mtu.unwrap_or(base.mtu);
         tokio::task::spawn_blocking(move || serve_cni(&config, &feed, kernel, mtu)).await??
     };
     observe.checks().pass(CHECK_CNI);
@@ -81,15 +77,15 @@ pub(crate) async fn run(config: Config) -> Result<()> {
     let applier = apply::Applier {
         config: Arc::clone(&config),
         feed: feed.clone(),
-        kernel: Arc::clone(&node.kernel),
+        kernel: Arc::clone(&kernel),
         attachments,
-        host_link: node.host_link.near.index,
+        base: Arc::new(base),
         readiness,
         observe: observe.clone(),
     };
     tokio::spawn(show_readiness(observe, ready.clone()));
     let apply = tokio::spawn(applier.run(shutdown.clone()));
-    tokio::spawn(collect_flows(node.kernel, shutdown.clone()));
+    tokio::spawn(collect_flows(kernel, shutdown.clone()));
     if config.pods.is_some() {
         let runner = pods::start(&config, &feed, shutdown.clone())?;
         let config = Arc::clone(&config);
@@ -131,36 +127,19 @@ async fn show_readiness(observe: Observe, mut ready: watch::Receiver<Readiness>)
     }
 }
 
-/// Everything that must be in place before a pod is: sysctls, the host link, programs.
-fn prepare(config: &Config) -> Result<Node> {
+/// Opens the dataplane and puts in place what every pod relies on.
+fn prepare(config: &Arc<Config>) -> Result<(Arc<Kernel>, Base)> {
     if config.node_ips.is_empty() {
         bail!("configuration names no node_ips: list the InternalIPs of this node");
     }
-    base::set_sysctls(&config.uplinks)?;
-    let mut netlink = Netlink::open()?;
-    let mtu = base::uplink_mtu(&mut netlink, &config.uplinks)?;
     let identity = NodeIdentity {
         name: config.node_name.clone(),
         addresses: config.node_ips.clone(),
         dns_port: config.dns.port,
     };
-    let kernel = Kernel::open(&config.bpffs, Limits::default(), identity)?;
-    let host_link = base::ensure_host_link(&mut netlink, mtu)?;
-    kernel.attach_host_link(&kernel::HostLink {
-        peer_name: host_link.far.name.clone(),
-        peer_ifindex: host_link.far.index,
-        peer_mac: host_link.far.mac,
-        host_ifindex: host_link.near.index,
-        host_mac: host_link.near.mac,
-    })?;
-    for uplink in &config.uplinks {
-        kernel.attach_uplink(uplink)?;
-    }
-    Ok(Node {
-        kernel: Arc::new(kernel),
-        host_link,
-        mtu,
-    })
+    let kernel = Arc::new(Kernel::open(&config.bpffs, Limits::default(), identity)?);
+    let base = Base::ensure(Arc::clone(config), Arc::clone(&kernel))?;
+    Ok((kernel, base))
 }
 
 /// Adopts the pods of this node and opens the socket for new ones.

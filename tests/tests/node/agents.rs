@@ -352,3 +352,98 @@ fn eventually(check: impl Fn() -> bool) {
         std::thread::sleep(Duration::from_millis(20));
     }
 }
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn agents_that_die_in_the_middle_leave_nothing() {
+    if left_out("agents_that_die_in_the_middle_leave_nothing") {
+        return;
+    }
+    const ROUNDS: u64 = 16;
+    let mut cluster = Cluster::start(1).await;
+    let keeper = cluster.pod(0, "keeper");
+    let mut added = 0;
+    for round in 0..ROUNDS {
+        let container = format!("c{round}");
+        let pod = Namespace::new("pod").unwrap();
+        let member = &mut cluster.members[0];
+        let outcome = std::thread::scope(|scope| {
+            let runtime = &member.runtime;
+            let (started, begin) = std::sync::mpsc::channel();
+            let (container, pod) = (&container, &pod);
+            let thread = scope.spawn(move || {
+                started.send(()).unwrap();
+                runtime.add(container, pod)
+            });
+            begin.recv().unwrap();
+            // Somewhere between the plugin's start and its answer.
+            std::thread::sleep(Duration::from_millis(2 * round));
+            let pid = nix::unistd::Pid::from_raw(i32::try_from(member.agent_pid()).unwrap());
+            nix::sys::signal::kill(pid, nix::sys::signal::Signal::SIGKILL).unwrap();
+            thread.join().unwrap()
+        });
+        member.kill_agent();
+        added += u32::from(outcome.is_ok());
+        if let Err(error) = &outcome {
+            assert_eq!(error["code"], 11, "{error}");
+        }
+        // What runtimes do after any ADD, sooner or later; half of the time no agent is there.
+        if round % 2 == 0 {
+            member.runtime.del(&container).unwrap();
+            member.start_agent();
+        } else {
+            member.start_agent();
+            while member
+                .runtime
+                .call("STATUS", "", None, serde_json::Value::Null)
+                .is_err()
+            {
+                std::thread::sleep(Duration::from_millis(5));
+            }
+            member.runtime.del(&container).unwrap();
+        }
+        let revision = cluster.control.change(Vec::new(), Vec::new());
+        cluster.control.programmed(&["n1"], revision).await;
+        let member = &cluster.members[0];
+        let links = member.namespace.links().unwrap();
+        assert_eq!(
+            links.len(),
+            4,
+            "eth0, the host link and the keeper's: {links:?}"
+        );
+        assert_eq!(pod.links().unwrap(), Vec::<String>::new());
+    }
+    println!("{added} of {ROUNDS} ADDs were answered before their agent died");
+    let member = &cluster.members[0];
+    assert_eq!(
+        talk(&member.namespace, &keeper.namespace, keeper.ips[0]),
+        member.ips[0]
+    );
+    finish(&mut cluster, vec![keeper]);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn links_that_somebody_takes_away_come_back() {
+    if left_out("links_that_somebody_takes_away_come_back") {
+        return;
+    }
+    let mut cluster = Cluster::start(2).await;
+    let server = cluster.pod(1, "server");
+    for ip in &server.ips {
+        serve(&server.namespace, *ip);
+    }
+    cluster.serve(&[&server], PORT).await;
+    let node = &cluster.members[0];
+    ask(&mut connect(&node.namespace, service(false)).unwrap()).unwrap();
+    node.namespace.ip(&["link", "del", "weir_host"]).unwrap();
+    eventually(|| {
+        node.namespace
+            .ip(&["route"])
+            .unwrap()
+            .contains("10.96.0.0/16 via 169.254.1.1")
+    });
+    for v6 in [false, true] {
+        let (from, _) = ask(&mut connect(&node.namespace, service(v6)).unwrap()).unwrap();
+        assert_eq!(from, server.ips[usize::from(v6)]);
+    }
+    finish(&mut cluster, vec![server]);
+}

@@ -116,7 +116,8 @@ impl Member {
     /// SIGKILL, as when the machine's memory runs out.
     pub(crate) fn kill_agent(&mut self) {
         if let Some(mut agent) = self.agent.take() {
-            agent.kill().unwrap();
+            // It may be dead already.
+            let _ = agent.kill();
             agent.wait().unwrap();
         }
     }
@@ -145,9 +146,13 @@ impl Member {
         std::fs::read_to_string(self.dir.path().join("agent.log")).unwrap_or_default()
     }
 
+    pub(crate) fn agent_pid(&self) -> u32 {
+        self.agent.as_ref().unwrap().id()
+    }
+
     /// Resident memory of the agent in kilobytes.
     pub(crate) fn agent_rss_kib(&self) -> u64 {
-        let pid = self.agent.as_ref().unwrap().id();
+        let pid = self.agent_pid();
         let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
         let line = status
             .lines()

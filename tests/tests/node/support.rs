@@ -44,8 +44,10 @@ pub(crate) fn program(package: &str, name: &str) -> PathBuf {
     // target/PROFILE/deps/node-HASH -> target/PROFILE/NAME. A copy, since another build may replace the file.
     let test = std::env::current_exe().unwrap();
     let path = test.parent().unwrap().parent().unwrap().join(name);
-    let copy = std::env::temp_dir().join(format!("weirt-{}-{name}", std::process::id()));
-    std::fs::copy(&path, &copy).unwrap();
+    let copy = path.with_file_name(format!("node-tier-{name}"));
+    let fresh = path.with_file_name(format!(".node-tier-{name}.{}", std::process::id()));
+    std::fs::copy(&path, &fresh).unwrap();
+    std::fs::rename(&fresh, &copy).unwrap();
     built.insert(name.into(), copy.clone());
     copy
 }
@@ -182,11 +184,9 @@ impl PodPrograms for Remembered {
         Ok(())
     }
 
-    fn detach_pod(&self, ifindex: u32, addresses: &[IpAddr]) -> Result<(), AttachError> {
-        let mut pods = self.pods.lock().unwrap();
-        pods.retain(|index, link| {
-            *index != ifindex && !link.addresses.iter().any(|a| addresses.contains(a))
-        });
+    /// By index and address both, like the real ones: the address may have gone to another pod.
+    fn detach_pod(&self, ifindex: u32, _: &[IpAddr]) -> Result<(), AttachError> {
+        self.pods.lock().unwrap().remove(&ifindex);
         Ok(())
     }
 
