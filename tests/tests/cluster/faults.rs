@@ -11,19 +11,20 @@ use crate::flow::web_pods;
 use crate::http::{self, Connection};
 use crate::support::{Cluster, NODES, Result, eventually};
 
-/// Requests, each on a new connection, while agents die.
+/// Requests, each on a new connection, while agents die: at least so many, and until all agents died so often.
 const REQUESTS: usize = 10_000;
+const ROUNDS_OF_KILLS: usize = 4;
 /// Connections that stay open meanwhile.
 const ESTABLISHED: usize = 3;
 /// nginx closes a connection after 1,000 requests by default: stay below, so that no close is its own.
 const REQUESTS_PER_CONNECTION: usize = 900;
 /// Time between two kills of all agents: they are up again before the next.
-const BETWEEN_KILLS: Duration = Duration::from_millis(1500);
+const BETWEEN_KILLS: Duration = Duration::from_millis(1000);
 
 pub(crate) fn agents_under_load(cluster: &Cluster) -> Result<String> {
     let address: SocketAddr = format!("{}:80", cluster.cluster_ip("web", false)?).parse()?;
     let done = AtomicBool::new(false);
-    let sent = AtomicUsize::new(0);
+    let (sent, rounds) = (AtomicUsize::new(0), AtomicUsize::new(0));
     let netns = NODES
         .iter()
         .map(|n| cluster.client_netns(n))
@@ -32,14 +33,16 @@ pub(crate) fn agents_under_load(cluster: &Cluster) -> Result<String> {
     let (new, established, kills) = std::thread::scope(|scope| -> Result<_> {
         let loads: Vec<_> = netns
             .iter()
-            .map(|path| scope.spawn(|| http::inside(path, || new_connections(address, &sent))))
+            .map(|path| {
+                scope.spawn(|| http::inside(path, || new_connections(address, &sent, &rounds)))
+            })
             .collect();
         let open: Vec<_> = netns
             .iter()
             .take(ESTABLISHED)
             .map(|path| scope.spawn(|| http::inside(path, || established(address, &done))))
             .collect();
-        let killer = scope.spawn(|| kill_agents(cluster, &done));
+        let killer = scope.spawn(|| kill_agents(cluster, &done, &rounds));
         let new = loads.into_iter().map(join).collect::<Result<Vec<usize>>>();
         done.store(true, Ordering::Relaxed);
         let established = open.into_iter().map(join).collect::<Result<Vec<usize>>>();
@@ -49,8 +52,8 @@ pub(crate) fn agents_under_load(cluster: &Cluster) -> Result<String> {
     let (new, established): (usize, usize) = (new.iter().sum(), established.iter().sum());
     ensure!(new >= REQUESTS, "only {new} requests");
     ensure!(
-        kills >= NODES.len() * 2,
-        "only {kills} kills: the load was over too soon"
+        kills >= NODES.len() * ROUNDS_OF_KILLS,
+        "only {kills} kills: agents did not come back"
     );
     eventually("agents after the kills", || {
         let ready = cluster.kubectl(&[
@@ -75,9 +78,11 @@ fn join<T>(thread: std::thread::ScopedJoinHandle<'_, Result<T>>) -> Result<T> {
         .unwrap_or_else(|_| anyhow::bail!("a thread panicked"))
 }
 
-fn new_connections(address: SocketAddr, sent: &AtomicUsize) -> Result<usize> {
+fn new_connections(address: SocketAddr, sent: &AtomicUsize, rounds: &AtomicUsize) -> Result<usize> {
     let mut own = 0;
-    while sent.fetch_add(1, Ordering::Relaxed) < REQUESTS {
+    while sent.fetch_add(1, Ordering::Relaxed) < REQUESTS
+        || rounds.load(Ordering::Relaxed) < ROUNDS_OF_KILLS
+    {
         http::fetch(address).with_context(|| format!("new connection after {own} good ones"))?;
         own += 1;
     }
@@ -109,10 +114,12 @@ fn established(address: SocketAddr, done: &AtomicBool) -> Result<usize> {
     Ok(total)
 }
 
-fn kill_agents(cluster: &Cluster, done: &AtomicBool) -> Result<usize> {
+fn kill_agents(cluster: &Cluster, done: &AtomicBool, rounds: &AtomicUsize) -> Result<usize> {
     let mut kills = 0;
     while !done.load(Ordering::Relaxed) {
+        // In a round where no agent is back yet nothing is killed.
         kills += cluster.kill_programs("agent-").unwrap_or(0);
+        rounds.store(kills / NODES.len(), Ordering::Relaxed);
         std::thread::sleep(BETWEEN_KILLS);
     }
     Ok(kills)
