@@ -79,8 +79,10 @@ fn missing_installer(programs: &[&str]) -> Option<String> {
 }
 
 /// Test targets of the tiers that plain `cargo test` leaves out: package, target, arguments.
-const SUITES: [(Tier, &str, &str, &[&str]); 3] = [
+const SUITES: [(Tier, &str, &str, &[&str]); 5] = [
+    (Tier::Prog, "weir-tests", "prog", &[]),
     (Tier::Node, "weir-tests", "node", &[]),
+    (Tier::Node, "weir-tests", "traffic", &[]),
     (Tier::Node, "weir-agent", "pods", &["--", "--ignored"]),
     (Tier::Cluster, "weir-tests", "cluster", &[]),
 ];
