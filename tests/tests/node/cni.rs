@@ -1,11 +1,12 @@
 //! The CNI API with the real plugin and real links; the eBPF programs are replaced by ones that remember.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
+use std::process::Command;
 use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
 use serde_json::{Value, json};
-use weir_agent::cni_api::{Attachments, Server, Settings, Store};
+use weir_agent::cni_api::{Attachments, Server, Settings, Store, conf};
 use weir_tests::topology::Namespace;
 
 use super::support::{Remembered, Runtime, addresses, skipped, talk};
@@ -414,4 +415,49 @@ fn many_pods_at_once_get_addresses_of_their_own() {
         node.runtime.del(&format!("d{n}")).unwrap();
     }
     node.assert_empty();
+}
+
+#[test]
+fn the_reference_client_gets_along_with_us() {
+    const TEST: &str = "the_reference_client_gets_along_with_us";
+    if skipped(TEST) {
+        return;
+    }
+    let Some(cnitool) = on_path("cnitool") else {
+        println!(
+            "SKIPPED {TEST}: cnitool is not on PATH (Go module containernetworking/cni/cnitool)"
+        );
+        return;
+    };
+    let node = Node::start(&BOTH);
+    let (conf, bin) = (node.dir.path().join("net.d"), node.dir.path().join("bin"));
+    conf::write(&conf, &node.runtime.socket, node.dir.path()).unwrap();
+    conf::install_plugin(&node.runtime.plugin, &bin).unwrap();
+    let pod = Namespace::new("pod").unwrap();
+    let call = |command: &str| {
+        let output = Command::new(&cnitool)
+            .env("NETCONFPATH", &conf)
+            .env("CNI_PATH", &bin)
+            .args([command, "weir"])
+            .arg(pod.path())
+            .output()
+            .unwrap();
+        let said = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert!(output.status.success(), "cnitool {command}: {said}");
+        output.stdout
+    };
+    call("status");
+    let result: Value = serde_json::from_slice(&call("add")).unwrap();
+    assert_eq!(addresses(&result).len(), 2);
+    call("check");
+    call("del");
+    call("del");
+    node.assert_empty();
+}
+
+fn on_path(name: &str) -> Option<PathBuf> {
+    let path = std::env::var_os("PATH")?;
+    std::env::split_paths(&path)
+        .map(|folder| folder.join(name))
+        .find(|file| file.is_file())
 }
