@@ -195,7 +195,16 @@ pub(crate) fn product_dir(repo: &Repo, profile: Profile) -> PathBuf {
     repo.cargo_target().join(profile.folder())
 }
 
-/// Builds one program without any shared library, for images and foreign kernels; returns its path.
+/// Builds one program with the dev profile, which shares its artefacts with the tests; returns its path.
+pub(crate) fn dev_program(repo: &Repo, package: &str, program: &str) -> Result<PathBuf> {
+    let mut cargo = repo.cargo();
+    cargo.args(["build", "--quiet", "--package", package, "--bin", program]);
+    cargo.env("WEIR_BPF_OBJECT", repo.bpf_object());
+    loud(&mut cargo).with_context(|| format!("build {program}"))?;
+    Ok(product_dir(repo, Profile::Dev).join(program))
+}
+
+/// Builds one program without any shared library, for images; returns its path.
 pub(crate) fn static_program(repo: &Repo, package: &str, program: &str) -> Result<PathBuf> {
     let host = host_triple()?;
     let mut cargo = repo.cargo();

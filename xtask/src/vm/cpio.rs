@@ -16,6 +16,13 @@ impl Cpio {
         self.entry(path, FOLDER | 0o755, b"");
     }
 
+    /// The folders above a path; one that is there already stays as it is.
+    pub(super) fn parents(&mut self, path: &str) {
+        for (at, _) in path.match_indices('/') {
+            self.folder(path.get(..at).unwrap_or_default());
+        }
+    }
+
     pub(super) fn file(&mut self, path: &str, content: &[u8], mode: u32) {
         self.entry(path, FILE | mode, content);
     }

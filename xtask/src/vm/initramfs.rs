@@ -36,18 +36,22 @@ pub(super) const PROBE_MARK: &str = "weir-vm alive";
 pub(super) struct Payload {
     pub(super) busybox: Vec<u8>,
     pub(super) test: Vec<u8>,
-    pub(super) object: Vec<u8>,
+    /// Path without a leading slash, and content.
+    pub(super) libraries: Vec<(String, Vec<u8>)>,
 }
 
 /// The file system for the tests.
 pub(super) fn build(kernel: &Files, payload: &Payload) -> Result<Vec<u8>> {
     let mut cpio = base(&payload.busybox);
     cpio.file("bin/weir_vmtest", &payload.test, 0o755);
-    cpio.folder("lib");
-    cpio.file("lib/weir.bpf.o", &payload.object, 0o644);
+    for (path, content) in &payload.libraries {
+        cpio.parents(path);
+        cpio.file(path, content, 0o755);
+    }
+    cpio.folder("modules");
     let mut load = String::new();
     for (i, module) in modules(kernel)?.iter().enumerate() {
-        let path = format!("lib/{i}.ko");
+        let path = format!("modules/{i}.ko");
         cpio.file(&path, module, 0o644);
         let _ = writeln!(load, "insmod /{path}");
     }

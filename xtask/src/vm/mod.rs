@@ -5,12 +5,15 @@ mod initramfs;
 mod kernel;
 mod qemu;
 
+use std::path::Path;
+
 use anyhow::{Context as _, Result};
 use clap::ValueEnum;
 
 use crate::artifacts;
 use crate::install::{self, Purpose};
 use crate::repo::Repo;
+use crate::run::{cmd, output};
 use crate::test::Counts;
 
 /// The kernels that Weir is tried on: each is the stock kernel of a Debian suite.
@@ -67,11 +70,11 @@ pub(crate) fn run(repo: &Repo, asked: &[Kernel]) -> Result<Counts> {
     };
     install::ensure(repo, &[Purpose::Ebpf, Purpose::Vm])?;
     artifacts::ebpf(repo)?;
-    let program = artifacts::static_program(repo, "weir-tests", "weir_vmtest")?;
+    let program = artifacts::dev_program(repo, "weir-tests", "weir_vmtest")?;
     let payload = initramfs::Payload {
         busybox: crate::image::static_busybox(repo)?,
-        test: std::fs::read(&program).with_context(|| format!("read {}", program.display()))?,
-        object: std::fs::read(repo.bpf_object()).context("read the eBPF object")?,
+        libraries: libraries(&program)?,
+        test: stripped(&program)?,
     };
     let mut total = Counts::default();
     for kernel in kernels {
@@ -88,6 +91,30 @@ pub(crate) fn run(repo: &Repo, asked: &[Kernel]) -> Result<Counts> {
         total.add(counts);
     }
     Ok(total)
+}
+
+/// What the program loads, by path: a foreign kernel runs this machine's libraries just as well.
+fn libraries(program: &Path) -> Result<Vec<(String, Vec<u8>)>> {
+    let said = output(cmd("ldd", [program]).env("LC_ALL", "C"))?;
+    let paths = said
+        .lines()
+        .filter_map(|line| line.split_whitespace().find(|word| word.starts_with('/')));
+    paths
+        .map(|path| {
+            let bytes = std::fs::read(path).with_context(|| format!("read {path}"))?;
+            Ok((path.trim_start_matches('/').to_owned(), bytes))
+        })
+        .collect()
+}
+
+/// The program without debug information, which an emulated machine would only have to unpack.
+fn stripped(program: &Path) -> Result<Vec<u8>> {
+    let to = tempfile::NamedTempFile::new().context("make a temporary file")?;
+    let mut strip = cmd("strip", ["-o"]);
+    strip.arg(to.path()).arg(program);
+    let small = crate::run::succeeds(&mut strip);
+    let path = if small { to.path() } else { program };
+    std::fs::read(path).with_context(|| format!("read {}", path.display()))
 }
 
 fn run_one(repo: &Repo, kernel: Kernel, payload: &initramfs::Payload) -> Result<Counts> {
