@@ -110,6 +110,7 @@ pub async fn serve(config: Config, shutdown: CancellationToken) -> Result<(), Ru
             Ok(())
         });
     }
+    let feed_status = feed.status();
     let (address, stop) = (config.feed_listen, shutdown.clone());
     parts.spawn(async move { Ok(feed.listen(&feed_tls, address, stop).await?) });
     let controllers = client(&api, "kube-controller-manager");
@@ -131,7 +132,8 @@ pub async fn serve(config: Config, shutdown: CancellationToken) -> Result<(), Ru
     if let Some(address) = config.metrics_listen {
         let listener = listen("metrics", address).await?;
         let stop = shutdown.clone();
-        let serve = metrics::serve(listener, Arc::clone(&api), Arc::clone(&server), stop);
+        let (api, server) = (Arc::clone(&api), Arc::clone(&server));
+        let serve = metrics::serve(listener, api, server, feed_status, stop);
         parts.spawn(async move {
             serve.await;
             Ok(())

@@ -13,24 +13,27 @@ use tokio_util::sync::CancellationToken;
 
 use crate::apiserver::api::Api;
 use crate::apiserver::http::Server;
+use crate::serve::FeedStatus;
 
 #[derive(Clone)]
 struct Sources {
     api: Arc<Api>,
     server: Arc<Server>,
+    feed: FeedStatus,
 }
 
 pub(super) async fn serve(
     listener: TcpListener,
     api: Arc<Api>,
     server: Arc<Server>,
+    feed: FeedStatus,
     shutdown: CancellationToken,
 ) {
     let router = Router::new()
         .route("/metrics", get(metrics))
         .route("/livez", get(health))
-        .route("/readyz", get(health))
-        .with_state(Sources { api, server });
+        .route("/readyz", get(ready))
+        .with_state(Sources { api, server, feed });
     let served = axum::serve(listener, router)
         .with_graceful_shutdown(async move { shutdown.cancelled().await })
         .await;
@@ -44,6 +47,15 @@ async fn health(State(sources): State<Sources>) -> Response {
         Ok(_) => "ok".into_response(),
         Err(e) => (StatusCode::INTERNAL_SERVER_ERROR, e.message).into_response(),
     }
+}
+
+/// Nodes can be served once the feed has read the cluster.
+async fn ready(State(sources): State<Sources>) -> Response {
+    if !sources.feed.is_synced() {
+        let missing = "the node feed has not read the cluster yet";
+        return (StatusCode::SERVICE_UNAVAILABLE, missing).into_response();
+    }
+    health(State(sources)).await
 }
 
 async fn metrics(State(sources): State<Sources>) -> Response {
@@ -74,6 +86,7 @@ async fn metrics(State(sources): State<Sources>) -> Response {
         "Resident memory of the control plane.",
         resident_bytes().unwrap_or(0),
     );
+    text.push_str(&sources.feed.metrics_text());
     ([(header::CONTENT_TYPE, "text/plain; version=0.0.4")], text).into_response()
 }
 

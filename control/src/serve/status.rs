@@ -92,6 +92,19 @@ impl FeedStatus {
     pub fn register(&self, registry: &mut Registry) {
         registry.register_collector(Box::new(self.clone()));
     }
+
+    /// The feed's metrics as part of a text exposition.
+    #[must_use]
+    pub fn metrics_text(&self) -> String {
+        let mut registry = Registry::default();
+        self.register(&mut registry);
+        let mut text = String::new();
+        match prometheus_client::encoding::text::encode_registry(&mut text, &registry) {
+            Ok(()) => text,
+            // A half-written exposition would spoil the other metrics as well.
+            Err(_) => String::new(),
+        }
+    }
 }
 
 type NodeLabels = [(&'static str, String); 1];
