@@ -75,6 +75,8 @@ pub(super) struct Hub {
     inner: Mutex<Inner>,
     /// Counts everything a waiter may be interested in: log entries, acknowledgements, progress.
     tick: watch::Sender<u64>,
+    /// Cancelled to end every stream.
+    stop: CancellationToken,
 }
 
 impl std::fmt::Debug for Hub {
@@ -128,6 +130,7 @@ impl Hub {
             feed_instance,
             inner: Mutex::new(inner),
             tick: watch::channel(0).0,
+            stop: CancellationToken::new(),
         }
     }
 
@@ -240,7 +243,7 @@ impl Hub {
             sent: revision,
             acked,
             apply_error: String::new(),
-            cut: CancellationToken::new(),
+            cut: self.stop.child_token(),
         };
         let cut = node.cut.clone();
         drop(inner);
@@ -251,6 +254,11 @@ impl Hub {
             revision,
             snapshot,
         }
+    }
+
+    /// Ends every stream, now and to come.
+    pub(super) fn stop(&self) {
+        self.stop.cancel();
     }
 
     /// Ends a stream, unless another one took its place.

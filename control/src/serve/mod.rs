@@ -173,11 +173,14 @@ impl Feed {
             })
             .serve_with_incoming(incoming);
         tracing::info!(%address, "the node feed listens");
-        // Streams never end by themselves: a graceful stop would wait for them, and nodes resume elsewhere anyway.
-        tokio::select! {
+        // Streams never end by themselves, and a graceful stop would wait for them: they are cut, and nodes resume with
+        // the next server.
+        let result = tokio::select! {
             () = shutdown.cancelled() => Ok(()),
             served = server => served.map_err(|source| ServeError::Serve { address, source }),
-        }
+        };
+        self.hub.stop();
+        result
     }
 
     /// Waits for the first complete state.
