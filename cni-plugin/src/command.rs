@@ -263,3 +263,51 @@ fn open_netns(path: &str) -> Result<File, Error> {
         )
     })
 }
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    proptest! {
+        /// Whatever a runtime sends: an answer, never a panic, and errors are objects of the specification.
+        #[test]
+        fn any_input_is_answered(
+            command in "(ADD|DEL|CHECK|GC|STATUS|VERSION|[A-Z]{0,4})",
+            id in "[a-zA-Z0-9_./-]{0,12}",
+            ifname in "\\PC{0,16}",
+            args in "\\PC{0,40}",
+            bytes in proptest::collection::vec(any::<u8>(), 0..80),
+            version in "(0\\.3\\.1|0\\.4\\.0|1\\.0\\.0|1\\.1\\.0|[0-9.]{0,5})",
+            valid in any::<bool>(),
+        ) {
+            let directory = tempfile::tempdir().unwrap();
+            let environment = Environment {
+                command,
+                container_id: id,
+                netns: "/proc/self/ns/net".into(),
+                ifname,
+                args,
+            };
+            let stdin = if valid {
+                json!({
+                    "name": "weir",
+                    "cniVersion": version,
+                    "socket": directory.path().join("none"),
+                    "stateDir": directory.path(),
+                    "junk": String::from_utf8_lossy(&bytes),
+                })
+                .to_string()
+                .into_bytes()
+            } else {
+                bytes
+            };
+            if let Output::Error(error) = run(&environment, || Ok(stdin)) {
+                prop_assert!(error["code"].as_u64().is_some_and(|code| code > 0));
+                prop_assert!(error["msg"].as_str().is_some_and(|text| !text.is_empty()));
+                prop_assert!(error["cniVersion"].is_string());
+            }
+        }
+    }
+}

@@ -447,3 +447,39 @@ async fn links_that_somebody_takes_away_come_back() {
     }
     finish(&mut cluster, vec![server]);
 }
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_node_boots_without_its_control_plane() {
+    if left_out("a_node_boots_without_its_control_plane") {
+        return;
+    }
+    let mut cluster = Cluster::start(2).await;
+    let server = cluster.pod(1, "server");
+    for ip in &server.ips {
+        serve(&server.namespace, *ip);
+    }
+    cluster.serve(&[&server], PORT).await;
+    let old = cluster.pod(0, "old");
+    eventually(|| cluster.members[0].remembers(SERVICE_V4));
+    cluster.cut_control();
+    cluster.members[0].reboot(old.namespace);
+    cluster.members[0].start_agent();
+    eventually(|| {
+        cluster.members[0]
+            .runtime
+            .call("STATUS", "", None, serde_json::Value::Null)
+            .is_ok()
+    });
+    let new = cluster.pod(0, "new");
+    eventually(|| {
+        let routes = cluster.members[0].namespace.ip(&["-6", "route"]).unwrap();
+        routes.contains("fd00:10:244:2::/64 via")
+    });
+    for v6 in [false, true] {
+        for from in [&new.namespace, &cluster.members[0].namespace] {
+            let mut stream = connect(from, service(v6)).unwrap();
+            assert_eq!(ask(&mut stream).unwrap().0, server.ips[usize::from(v6)]);
+        }
+    }
+    finish(&mut cluster, vec![server, new]);
+}

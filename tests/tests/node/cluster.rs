@@ -146,6 +146,30 @@ impl Member {
         std::fs::read_to_string(self.dir.path().join("agent.log")).unwrap_or_default()
     }
 
+    /// True when the copy of the state on disk has this text in it.
+    pub(crate) fn remembers(&self, text: &str) -> bool {
+        let bytes = std::fs::read(self.dir.path().join("state/feed.snapshot")).unwrap_or_default();
+        bytes
+            .windows(text.len())
+            .any(|window| window == text.as_bytes())
+    }
+
+    /// What a reboot does: pods, links, routes, programs and run-time files are gone, the disk is as it was.
+    pub(crate) fn reboot(&mut self, pod: Namespace) {
+        self.kill_agent();
+        drop(pod);
+        self.namespace.ip(&["link", "del", "weir_host"]).unwrap();
+        for family in ["-4", "-6"] {
+            self.namespace
+                .ip(&[family, "route", "flush", "proto", "87"])
+                .unwrap();
+        }
+        let bpffs = self.bpffs.to_str().unwrap();
+        run("umount", &[bpffs]);
+        run("mount", &["-t", "bpf", "bpf", bpffs]);
+        std::fs::remove_dir_all(self.dir.path().join("run")).unwrap();
+    }
+
     pub(crate) fn agent_pid(&self) -> u32 {
         self.agent.as_ref().unwrap().id()
     }
@@ -220,7 +244,7 @@ pub(crate) struct Pod {
 pub(crate) struct Cluster {
     pub(crate) control: Control,
     pub(crate) members: Vec<Member>,
-    _outside: Namespace,
+    outside: Namespace,
     _switch: Switch,
 }
 
@@ -257,11 +281,16 @@ impl Cluster {
         let cluster = Self {
             control,
             members,
-            _outside: outside,
+            outside,
             _switch: switch,
         };
         cluster.programmed(revision).await;
         cluster
+    }
+
+    /// From now on nobody reaches the control plane.
+    pub(crate) fn cut_control(&self) {
+        self.outside.ip(&["link", "set", "eth0", "down"]).unwrap();
     }
 
     pub(crate) async fn programmed(&self, revision: u64) {

@@ -270,6 +270,27 @@ fn a_failed_add_leaves_nothing() {
 }
 
 #[test]
+fn an_address_that_cannot_be_made_durable_is_not_given() {
+    if skipped("an_address_that_cannot_be_made_durable_is_not_given") {
+        return;
+    }
+    let node = Node::start(&["10.244.1.8/32"]);
+    let pod = Namespace::new("pod").unwrap();
+    let records = node.dir.path().join("ipam");
+    std::fs::remove_dir(&records).unwrap();
+    for _ in 0..2 {
+        let error = node.runtime.add("c1", &pod).unwrap_err();
+        assert_eq!(code(&error), 5, "{error}");
+        assert!(error["msg"].as_str().unwrap().contains("ipam"), "{error}");
+    }
+    assert_eq!(node.namespace.links().unwrap(), Vec::<String>::new());
+    std::fs::create_dir(&records).unwrap();
+    node.runtime.add("c1", &pod).unwrap();
+    node.runtime.del("c1").unwrap();
+    node.assert_empty();
+}
+
+#[test]
 fn no_range_yet_means_try_again() {
     if skipped("no_range_yet_means_try_again") {
         return;
