@@ -1,5 +1,6 @@
 //! Patches and field ownership: JSON patch, merge patch, strategic merge patch, server-side apply. Pure.
 
+mod apply;
 mod json;
 mod strategic;
 
@@ -81,12 +82,7 @@ pub struct Apply<'a> {
 /// # Errors
 /// 409 with one cause per conflicting field, 400 and 422 for configurations that cannot be applied.
 pub fn server_side_apply(request: &Apply<'_>) -> Result<Value, ApiError> {
-    let mut object = request
-        .live
-        .cloned()
-        .unwrap_or_else(|| request.config.clone());
-    apply_merge_patch(&mut object, request.config);
-    Ok(object)
+    apply::server_side_apply(request)
 }
 
 /// Updates managedFields of `new` for a write that is not an apply: `manager` owns what it changed. An unchanged object
@@ -99,5 +95,5 @@ pub fn track_update(
     subresource: &str,
     now: &str,
 ) {
-    let _ = (gvk, old, new, manager, subresource, now);
+    apply::track_update(gvk, old, new, manager, subresource, now);
 }

@@ -21,10 +21,30 @@ pub const MAX_REPORTED: usize = 100;
 /// # Errors
 /// For a value of the wrong type, with its path.
 pub fn normalize(t: &'static Type, object: &mut Value) -> Result<Vec<String>, FieldError> {
+    normalize_with(t, object, false)
+}
+
+/// [`normalize`], but empty values stay where they were given: to an apply they mean something.
+///
+/// # Errors
+/// For a value of the wrong type, with its path.
+pub fn normalize_keeping_empty(
+    t: &'static Type,
+    object: &mut Value,
+) -> Result<Vec<String>, FieldError> {
+    normalize_with(t, object, true)
+}
+
+fn normalize_with(
+    t: &'static Type,
+    object: &mut Value,
+    keep_empty: bool,
+) -> Result<Vec<String>, FieldError> {
     let mut walk = Walk {
         schema: schema(),
         path: Vec::new(),
         unknown: Vec::new(),
+        keep_empty,
     };
     walk.object(t, object)?;
     Ok(walk.unknown)
@@ -40,6 +60,7 @@ struct Walk {
     schema: &'static Schema,
     path: Vec<Step>,
     unknown: Vec<String>,
+    keep_empty: bool,
 }
 
 impl Walk {
@@ -83,7 +104,10 @@ impl Walk {
         self.path.push(Step::Field(field.json));
         self.value(&field.kind, value)?;
         self.path.pop();
-        Ok(!(field.omit_empty && !field.pointer && is_empty(&field.kind, value)))
+        Ok(
+            self.keep_empty
+                || !(field.omit_empty && !field.pointer && is_empty(&field.kind, value)),
+        )
     }
 
     fn value(&mut self, kind: &Kind, value: &mut Value) -> Result<(), FieldError> {

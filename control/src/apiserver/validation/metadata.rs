@@ -73,6 +73,10 @@ fn common(metadata: &At<'_>) {
     owners(&metadata.get("ownerReferences"));
     finalizers(&metadata.get("finalizers"));
     for entry in metadata.get("managedFields").items() {
+        // One empty entry asks for the removal of all.
+        if entry.is_empty() {
+            continue;
+        }
         let operation = entry.get("operation");
         if !["Apply", "Update"].contains(&operation.text()) {
             operation.invalid("must be `Apply` or `Update`");
