@@ -171,7 +171,7 @@ fn run(task: Task) -> Result<ExitCode> {
         }
         Task::Status { which } => cluster::status::status(&repo, &which.cluster(&repo)?)?,
         Task::Kubectl { which, args } => {
-            let status = cluster::up::kubectl(&repo, &which.cluster(&repo)?)?
+            let status = cluster::api::kubectl(&repo, &which.cluster(&repo)?)?
                 .args(args)
                 .status()?;
             return Ok(exit_code(status));

@@ -3,6 +3,7 @@
 //! Every node sees its own /run, bpffs and network, so that programs run with the paths of a real machine. Everything
 //! that exists outside DIR carries the cluster's name, so `down` finds it without any record of what `up` did.
 
+pub(crate) mod api;
 pub(crate) mod config;
 pub(crate) mod down;
 pub(crate) mod leftovers;

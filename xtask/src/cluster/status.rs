@@ -4,7 +4,7 @@ use anyhow::Result;
 
 use super::process::Process;
 use super::supervise::{self, Files};
-use super::{Cluster, up};
+use super::{Cluster, api};
 use crate::repo::Repo;
 use crate::run::output;
 
@@ -55,7 +55,7 @@ pub(crate) fn status(repo: &Repo, cluster: &Cluster) -> Result<bool> {
     if !supervised {
         return Ok(false);
     }
-    match output(up::kubectl(repo, cluster)?.args(["get", "nodes", "-o", "wide"])) {
+    match output(api::kubectl(repo, cluster)?.args(["get", "nodes", "-o", "wide"])) {
         Ok(nodes) => {
             println!("\n{nodes}");
             well &= !nodes.contains("NotReady");

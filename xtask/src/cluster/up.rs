@@ -1,19 +1,17 @@
 //! Brings a cluster up, or a running one to the wanted shape: only what is missing or changed is started.
 
-use std::collections::{BTreeMap, BTreeSet};
-use std::io::{BufRead as _, BufReader};
+use std::collections::BTreeMap;
 use std::net::{Ipv4Addr, SocketAddr, TcpListener};
-use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use anyhow::{Context as _, Result, bail};
 use nix::sys::signal::Signal;
 
 use super::process::{Process, wait_for};
 use super::supervise::{self, Files, Spec};
-use super::{Cluster, MARK, MAX_NODES, Role, config, down, network, node, v4, v6};
+use super::{Cluster, MARK, MAX_NODES, Role, api, config, down, network, node, v4, v6};
 use crate::artifacts::{self, PROGRAMS, Profile};
 use crate::image;
 use crate::install::{self, Purpose};
@@ -23,15 +21,9 @@ use crate::run::{Steps, in_parallel, quiet};
 /// First port that is tried for the API on loopback, and how many after it.
 const FIRST_PORT: u16 = 6443;
 const PORTS: u16 = 200;
-/// The control plane must answer, containerd serve and the nodes be ready within these times.
-const CONTROL_LIMIT_S: u64 = 30;
+/// Containerd must serve, and the supervisor act, within these times.
 const CONTAINERD_LIMIT: Duration = Duration::from_secs(30);
-const READY_LIMIT: Duration = Duration::from_secs(90);
-/// Pause before a watch that ended is opened again.
-const WATCH_AGAIN: Duration = Duration::from_millis(200);
 const SUPERVISOR_LIMIT: Duration = Duration::from_secs(5);
-/// Lines of a program's log that a failure shows.
-const LOG_TAIL: usize = 12;
 /// Oldest kernel that Weir supports.
 const KERNEL_FLOOR: (u32, u32) = (5, 10);
 
@@ -87,7 +79,7 @@ pub(crate) fn up(repo: &Repo, cluster: &Cluster, wanted: &Wanted) -> Result<()> 
     }
     supervise_programs(cluster, &spec)?;
     let outcome = bring_up(repo, cluster, &nodes, spec, &images, &mut steps);
-    outcome.with_context(|| diagnosis(cluster))?;
+    outcome.with_context(|| api::diagnosis(cluster))?;
     report(cluster, repo, &steps, wanted);
     Ok(())
 }
@@ -104,7 +96,7 @@ fn bring_up(
     std::thread::scope(|scope| -> Result<()> {
         let imports =
             scope.spawn(|| in_parallel(nodes, |index| import_images(cluster, *index, images)));
-        wait_control(repo, cluster, &spec)?;
+        api::wait_control(repo, cluster, &spec)?;
         steps.done("control plane answers");
         in_parallel(nodes, |index| issue_credentials(cluster, *index))?;
         for index in nodes {
@@ -123,7 +115,7 @@ fn bring_up(
         ));
         Ok(())
     })?;
-    wait_ready(repo, cluster, nodes.len())?;
+    api::wait_ready(repo, cluster, nodes.len())?;
     steps.done(format!("{} nodes ready", nodes.len()));
     Ok(())
 }
@@ -230,7 +222,7 @@ fn retire_nodes(repo: &Repo, cluster: &Cluster, wanted: u32, steps: &mut Steps) 
             .retain(|name, _| !extra.iter().any(|i| name.ends_with(&format!("-n{i}"))));
         supervise_programs(cluster, &spec)?;
         let names: Vec<String> = extra.iter().map(|i| Role::Node(*i).label()).collect();
-        let mut delete = kubectl(repo, cluster)?;
+        let mut delete = api::kubectl(repo, cluster)?;
         delete
             .args(["delete", "node", "--ignore-not-found", "--wait=false"])
             .args(&names);
@@ -351,54 +343,6 @@ fn import_images(cluster: &Cluster, index: u32, archive: &Path) -> Result<()> {
     write_atomically(&imported, version.as_bytes(), 0o644)
 }
 
-/// Waits for the first answer. The listener exists before the control plane does, so one patient request is enough.
-fn wait_control(repo: &Repo, cluster: &Cluster, spec: &Spec) -> Result<()> {
-    let files = Files::of(&cluster.dir);
-    let limit = Duration::from_secs(CONTROL_LIMIT_S);
-    // It makes its certificates first: until then there is nothing to write a kubeconfig from.
-    retry(limit, || write_kubeconfig(cluster, spec))
-        .with_context(|| format!("see {}", cluster.log("control").display()))?;
-    let mut ask = kubectl(repo, cluster)?;
-    ask.args([
-        "get",
-        "--raw",
-        "/readyz",
-        &format!("--request-timeout={CONTROL_LIMIT_S}s"),
-    ]);
-    retry(limit, || quiet(&mut ask)).with_context(|| {
-        format!(
-            "the control plane is not ready (programs in {})",
-            files.state.display()
-        )
-    })
-}
-
-/// Tries until it works; after the limit the last error stands.
-fn retry(limit: Duration, mut work: impl FnMut() -> Result<()>) -> Result<()> {
-    let mut last = Ok(());
-    wait_for(limit, || {
-        last = work();
-        last.is_ok()
-    });
-    last
-}
-
-/// The administrator's kubeconfig for the loopback listener, readable by its owner only.
-fn write_kubeconfig(cluster: &Cluster, spec: &Spec) -> Result<()> {
-    let address = spec.listen.context("no API address")?;
-    let mut make = Command::new(cluster.bin().join("weir-control"));
-    make.arg("kubeconfig")
-        .arg("--config")
-        .arg(config::control_config(cluster));
-    make.arg("--server")
-        .arg(format!("https://{address}"))
-        .arg("--out")
-        .arg(cluster.kubeconfig());
-    quiet(&mut make).context("make the kubeconfig")?;
-    std::fs::set_permissions(cluster.kubeconfig(), std::fs::Permissions::from_mode(0o600))
-        .context("close the kubeconfig to others")
-}
-
 fn issue_credentials(cluster: &Cluster, index: u32) -> Result<()> {
     let dir = config::credentials(cluster, index);
     if dir.join("node.crt").is_file() {
@@ -415,107 +359,6 @@ fn issue_credentials(cluster: &Cluster, index: u32) -> Result<()> {
         .args(["--ip", &v4(host), "--ip", &v6(host), "--out"])
         .arg(&dir);
     quiet(&mut issue).context("issue a node's certificate")
-}
-
-/// The pinned kubectl with the cluster's kubeconfig.
-pub(crate) fn kubectl(repo: &Repo, cluster: &Cluster) -> Result<Command> {
-    let program =
-        install::kubectl(repo).context("kubectl is missing: run `cargo xtask install`")?;
-    if !cluster.kubeconfig().is_file() {
-        bail!(
-            "there is no cluster {:?} here: run `cargo xtask up`",
-            cluster.name
-        );
-    }
-    let mut kubectl = Command::new(program);
-    kubectl.env("KUBECONFIG", cluster.kubeconfig());
-    Ok(kubectl)
-}
-
-/// Follows the nodes until all of them are ready.
-fn wait_ready(repo: &Repo, cluster: &Cluster, nodes: usize) -> Result<()> {
-    let deadline = Instant::now() + READY_LIMIT;
-    let mut ready = BTreeSet::new();
-    while let Some(left) = deadline.checked_duration_since(Instant::now()) {
-        // A watch may end early, for example when the control plane restarts under it.
-        follow_nodes(repo, cluster, nodes, left, &mut ready)?;
-        if ready.len() >= nodes {
-            return Ok(());
-        }
-        std::thread::sleep(WATCH_AGAIN);
-    }
-    let waiting: Vec<String> = (1..=nodes)
-        .map(|i| format!("n{i}"))
-        .filter(|name| !ready.contains(name))
-        .collect();
-    bail!(
-        "not ready after {} s: {}",
-        READY_LIMIT.as_secs(),
-        waiting.join(", ")
-    )
-}
-
-/// One watch; `ready` holds the names of the ready nodes at its end.
-fn follow_nodes(
-    repo: &Repo,
-    cluster: &Cluster,
-    nodes: usize,
-    limit: Duration,
-    ready: &mut BTreeSet<String>,
-) -> Result<()> {
-    let mut watch = kubectl(repo, cluster)?;
-    watch.args(["get", "nodes", "--watch", "--no-headers"]);
-    watch.arg(format!("--request-timeout={}s", limit.as_secs().max(1)));
-    watch
-        .stdin(Stdio::null())
-        .stdout(Stdio::piped())
-        .stderr(Stdio::null());
-    let mut child = watch.spawn().context("start kubectl")?;
-    let lines = BufReader::new(child.stdout.take().context("kubectl has no output")?).lines();
-    for line in lines.map_while(Result::ok) {
-        let mut words = line.split_whitespace();
-        if let (Some(name), Some(status)) = (words.next(), words.next()) {
-            if status.split(',').any(|s| s == "Ready") {
-                ready.insert(name.to_owned());
-            } else {
-                ready.remove(name);
-            }
-        }
-        if ready.len() >= nodes {
-            break;
-        }
-    }
-    // It watches until it is told to stop; one that ended by itself cannot be killed.
-    let _ = child.kill();
-    child.wait().context("wait for kubectl")?;
-    Ok(())
-}
-
-/// What the programs said last, for the error of a failed start.
-fn diagnosis(cluster: &Cluster) -> String {
-    use std::fmt::Write as _;
-    let state = supervise::read_state(&Files::of(&cluster.dir));
-    let mut text =
-        String::from("the cluster did not come up; `cargo xtask down` removes what is there");
-    for (name, running) in state {
-        if running.process.is_some_and(Process::alive) && running.starts == 1 {
-            continue;
-        }
-        let log = cluster.log(&name);
-        let _ = write!(
-            text,
-            "\n{name}: started {} times, last end: {}; {} ends with:",
-            running.starts,
-            running.last_exit.as_deref().unwrap_or("none"),
-            log.display()
-        );
-        let content = std::fs::read_to_string(&log).unwrap_or_default();
-        let lines: Vec<&str> = content.lines().collect();
-        for line in lines.iter().skip(lines.len().saturating_sub(LOG_TAIL)) {
-            let _ = write!(text, "\n    {line}");
-        }
-    }
-    text
 }
 
 fn report(cluster: &Cluster, repo: &Repo, steps: &Steps, wanted: &Wanted) {
