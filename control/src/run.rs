@@ -129,6 +129,11 @@ pub async fn serve(config: Config, shutdown: CancellationToken) -> Result<(), Ru
         crate::scheduler::run(scheduler, informers, stop).await;
         Ok(())
     });
+    let (events, stop) = (Arc::clone(&api), shutdown.clone());
+    parts.spawn(async move {
+        events.expire_events(stop).await;
+        Ok(())
+    });
     if let Some(address) = config.metrics_listen {
         let listener = listen("metrics", address).await?;
         let stop = shutdown.clone();

@@ -1,6 +1,5 @@
 //! Plain HTTP for scrapers and probes: /metrics, /livez, /readyz.
 
-use std::fmt::Write as _;
 use std::sync::Arc;
 
 use axum::Router;
@@ -59,40 +58,7 @@ async fn ready(State(sources): State<Sources>) -> Response {
 }
 
 async fn metrics(State(sources): State<Sources>) -> Response {
-    let revision = sources.api.revision().await.unwrap_or(0);
-    let mut text = String::new();
-    let mut put = |name: &str, kind: &str, help: &str, value: u64| {
-        let _ = writeln!(
-            text,
-            "# HELP {name} {help}\n# TYPE {name} {kind}\n{name} {value}"
-        );
-    };
-    put(
-        "weir_store_revision",
-        "gauge",
-        "Last committed revision of the store.",
-        revision,
-    );
-    let requests = sources.server.requests();
-    put(
-        "weir_api_requests_total",
-        "counter",
-        "Requests answered by the API server.",
-        requests,
-    );
-    put(
-        "process_resident_memory_bytes",
-        "gauge",
-        "Resident memory of the control plane.",
-        resident_bytes().unwrap_or(0),
-    );
+    let mut text = sources.server.metrics().await;
     text.push_str(&sources.feed.metrics_text());
     ([(header::CONTENT_TYPE, "text/plain; version=0.0.4")], text).into_response()
-}
-
-fn resident_bytes() -> Option<u64> {
-    let status = std::fs::read_to_string("/proc/self/status").ok()?;
-    let line = status.lines().find_map(|l| l.strip_prefix("VmRSS:"))?;
-    let kib: u64 = line.trim().strip_suffix("kB")?.trim().parse().ok()?;
-    Some(kib * 1024)
 }

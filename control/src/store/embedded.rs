@@ -27,6 +27,10 @@ const GROUP: usize = 1024;
 /// The page cache of redb: small, because reads are served from memory.
 const CACHE_BYTES: usize = 4 << 20;
 
+/// The file is made smaller at start when it is larger than this plus so many times its content.
+const SHRINK_ABOVE: u64 = 32 << 20;
+const SHRINK_FACTOR: u64 = 4;
+
 /// Where the store lives and the clock for commit times (microseconds since the Unix epoch).
 #[derive(Debug)]
 pub struct OpenOptions {
@@ -85,12 +89,13 @@ impl EmbeddedStore {
             path: options.path.clone(),
             source: Box::new(e),
         };
-        let database = Database::builder()
+        let mut database = Database::builder()
             .set_cache_size(CACHE_BYTES)
             .create(&options.path)
             .map_err(|e| failed(e.into()))?;
         prepare(&database, &options.path)?;
         let (records, revision) = load(&database).map_err(failed)?;
+        shrink(&mut database, &options.path, &records);
         let shared = Arc::new(Shared {
             state: RwLock::new(State::new(records, revision)),
         });
@@ -140,6 +145,24 @@ fn prepare(database: &Database, path: &Path) -> Result<(), StoreError> {
         });
     }
     transaction.commit().map_err(|e| open(e.into()))
+}
+
+/// Gives disk space back when most of the file is free. A file that cannot be made smaller works as it is.
+fn shrink(database: &mut Database, path: &Path, records: &BTreeMap<Arc<str>, Arc<Record>>) {
+    let live: usize = records
+        .iter()
+        .map(|(key, r)| key.len() + r.value.len())
+        .sum();
+    let size = std::fs::metadata(path).map_or(0, |m| m.len());
+    if size <= SHRINK_ABOVE + SHRINK_FACTOR * u64::try_from(live).unwrap_or(u64::MAX / 8) {
+        return;
+    }
+    match database.compact() {
+        Ok(_) => {
+            tracing::info!(path = %path.display(), before_bytes = size, "the store's file was compacted")
+        }
+        Err(error) => tracing::warn!(path = %path.display(), %error, "compact the store's file"),
+    }
 }
 
 type Loaded = (BTreeMap<Arc<str>, Arc<Record>>, u64);
@@ -300,7 +323,7 @@ impl Writer {
             }
             return;
         }
-        self.publish(staged.events);
+        self.publish(staged.events, now);
         for (reply, answer) in replies {
             let _ = reply.send(answer);
         }
@@ -332,7 +355,7 @@ impl Writer {
         Ok(())
     }
 
-    fn publish(&self, events: Vec<Event>) {
+    fn publish(&self, events: Vec<Event>, now_us: i64) {
         if events.is_empty() {
             return;
         }
@@ -341,6 +364,7 @@ impl Writer {
         for event in events {
             state.apply(event);
         }
+        state.trim(now_us);
         state.wake(keys.iter().map(|k| &**k));
     }
 }

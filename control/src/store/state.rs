@@ -37,15 +37,17 @@ impl Topic {
     }
 
     fn push(&mut self, event: Arc<Event>) {
-        let now = event.committed_at_us;
         self.bytes += event.record.value.len();
         self.events.push_back(event);
+    }
+
+    fn trim(&mut self, now_us: i64) {
         while self.events.len() > HISTORY_EVENTS
             || self.bytes > HISTORY_BYTES
             || self
                 .events
                 .front()
-                .is_some_and(|e| e.committed_at_us < now - HISTORY_AGE_US)
+                .is_some_and(|e| e.committed_at_us < now_us - HISTORY_AGE_US)
         {
             self.drop_oldest();
         }
@@ -118,6 +120,13 @@ impl State {
             let name = topic.to_owned();
             fresh.push(event);
             self.topics.insert(name, fresh);
+        }
+    }
+
+    /// Drops history that is too old or too much, of all topics: one that rests must not keep a burst for ever.
+    pub(super) fn trim(&mut self, now_us: i64) {
+        for topic in self.topics.values_mut() {
+            topic.trim(now_us);
         }
     }
 

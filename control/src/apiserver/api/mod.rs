@@ -21,6 +21,7 @@ mod convert;
 mod create;
 mod delete;
 mod eviction;
+mod expiry;
 mod pods;
 mod read;
 mod scale;

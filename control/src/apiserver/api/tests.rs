@@ -286,3 +286,24 @@ async fn both_event_groups_show_one_object() {
         (&json!("events.k8s.io/v1"), &json!("p"))
     );
 }
+
+#[tokio::test]
+async fn events_are_removed_an_hour_after_they_were_last_seen() {
+    let f = Fixture::new().await;
+    for (name, seen) in [
+        ("old", "2026-01-01T00:00:00Z"),
+        ("new", "2026-01-01T01:30:00Z"),
+    ] {
+        let mut event = json!({"apiVersion": "v1", "kind": "Event", "metadata": {"name": name},
+            "involvedObject": {"kind": "Pod", "namespace": "default", "name": "p"}, "reason": "R",
+            "message": "m", "type": "Normal", "source": {"component": "c"}});
+        event["lastTimestamp"] = seen.into();
+        f.create("events", event).await.unwrap();
+    }
+    // Created now, so nothing is old yet at the time that the events name.
+    let early = "2026-01-01T02:00:00Z".parse().unwrap();
+    assert_eq!(f.api.sweep_events(early).await.unwrap(), 0);
+    let late = jiff::Timestamp::now() + jiff::SignedDuration::from_hours(2);
+    assert_eq!(f.api.sweep_events(late).await.unwrap(), 2);
+    assert!(f.keys("core/events/").await.is_empty());
+}

@@ -2,7 +2,7 @@
 
 use std::io;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use axum::body::Body;
@@ -12,6 +12,7 @@ use hyper::service::service_fn;
 use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
 use hyper_util::server::conn::auto;
 use tokio::net::{TcpListener, TcpStream};
+use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio_rustls::TlsAcceptor;
 use tokio_util::sync::CancellationToken;
 
@@ -31,6 +32,7 @@ mod call;
 mod discovery;
 mod documents;
 mod log;
+mod metrics;
 mod negotiate;
 mod params;
 mod read;
@@ -50,6 +52,10 @@ const HEAD: Duration = Duration::from_secs(60);
 const STREAMS: u32 = 1000;
 /// After a failed accept (no file descriptors left) the listener rests.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
+/// Connections at once; more wait in the listener's backlog.
+const CONNECTIONS: usize = 16_384;
+/// Longest time for a request other than watches and logs.
+const REQUEST: Duration = Duration::from_secs(60);
 
 /// The API server on its listeners.
 #[derive(Debug)]
@@ -57,7 +63,8 @@ pub struct Server {
     api: Arc<Api>,
     tls: Tls,
     documents: documents::Documents,
-    requests: AtomicU64,
+    counters: metrics::Counters,
+    connections: Arc<Semaphore>,
     shutdown: CancellationToken,
 }
 
@@ -71,27 +78,30 @@ impl Server {
             api,
             tls,
             documents,
-            requests: AtomicU64::new(0),
+            counters: metrics::Counters::default(),
+            connections: Arc::new(Semaphore::new(CONNECTIONS)),
             shutdown,
         })
     }
 
-    /// Requests answered since the start.
-    #[must_use]
-    pub fn requests(&self) -> u64 {
-        self.requests.load(Ordering::Relaxed)
+    /// Numbers about this process, for scrapers.
+    pub async fn metrics(&self) -> String {
+        self.counters.text(&self.api).await
     }
 
     /// Serves a listener until shutdown.
     pub async fn serve(self: Arc<Self>, listener: TcpListener) {
         loop {
+            let Ok(permit) = Arc::clone(&self.connections).acquire_owned().await else {
+                return;
+            };
             let accepted = tokio::select! {
                 accepted = listener.accept() => accepted,
                 () = self.shutdown.cancelled() => return,
             };
             match accepted {
                 Ok((stream, _)) => {
-                    tokio::spawn(Arc::clone(&self).connection(stream));
+                    tokio::spawn(Arc::clone(&self).connection(stream, permit));
                 }
                 Err(error) => {
                     tracing::warn!(%error, "accept a connection to the API");
@@ -101,7 +111,8 @@ impl Server {
         }
     }
 
-    async fn connection(self: Arc<Self>, stream: TcpStream) {
+    async fn connection(self: Arc<Self>, stream: TcpStream, permit: OwnedSemaphorePermit) {
+        let _held = (permit, metrics::Held::new(&self.counters.connections));
         if let Err(error) = self.converse(stream).await {
             tracing::debug!(%error, "a connection to the API ended");
         }
@@ -146,7 +157,7 @@ impl Server {
         certificate: Arc<Option<Identity>>,
         request: Request<Incoming>,
     ) -> Response<Body> {
-        self.requests.fetch_add(1, Ordering::Relaxed);
+        self.counters.requests.fetch_add(1, Ordering::Relaxed);
         let (head, body) = request.into_parts();
         let accept = head
             .headers
@@ -172,7 +183,11 @@ impl Server {
                 Err(e) => Err(e),
                 Ok(identity) => {
                     call.identity = identity;
-                    self.route(route, &path, call).await
+                    // Watches and logs answer at once and stream afterwards.
+                    let answer = self.route(route, &path, call);
+                    tokio::time::timeout(REQUEST, answer)
+                        .await
+                        .unwrap_or_else(|_| Err(timeout()))
                 }
             },
         };
@@ -229,6 +244,10 @@ impl Server {
                 let found = discovery::resources(&registry, &group, &version);
                 let media = plain_media(call.form(Endpoint::Other)?.media);
                 respond::value(200, media, &found.ok_or_else(no_such_path)?)
+            }
+            Route::Metrics => {
+                let text = self.metrics().await;
+                Ok(respond::bytes(200, "text/plain; version=0.0.4", text))
             }
             Route::OpenApiV2 => self.documents.openapi_v2(&registry, &call),
             Route::OpenApiV3Index => self.documents.openapi_v3_index(&registry, &call),
@@ -331,6 +350,11 @@ fn watch_one(mut call: Call) -> Call {
     call.query
         .add_field_selector(&format!("metadata.name={name}"));
     call
+}
+
+fn timeout() -> ApiError {
+    let message = "Timeout: request did not complete within the allotted timeout";
+    ApiError::new(504, "Timeout", message)
 }
 
 fn method_not_allowed() -> ApiError {
