@@ -1,1 +1,5 @@
+//! The decisions over ordinary collections: histories against a naive model, and the arithmetic against recomputation.
 
+mod arithmetic;
+mod histories;
+mod tables;

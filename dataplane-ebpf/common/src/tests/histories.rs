@@ -1,0 +1,391 @@
+//! Random histories of packets, changes, time and full tables, against a model that remembers what each client was
+//! told and nothing else.
+
+use std::collections::{BTreeMap, HashMap};
+
+use proptest::prelude::*;
+
+use super::tables::{Collections, LOCAL_PODS, TestFamily};
+use crate::address::{TCP, UDP};
+use crate::layout::{FlowKey, backend_state};
+use crate::packet::{Action, Decision, Packet, Translation, WITH_PORTS, tcp};
+use crate::path::{from_network, from_pod};
+use crate::reason::DropReason;
+use crate::{Port, V4, V6};
+
+/// One event of a history. Numbers are small, so that everything collides often.
+#[derive(Clone, Debug)]
+enum Step {
+    Send {
+        client: u8,
+        port: u16,
+        service: u8,
+        protocol: u8,
+        flags: u8,
+    },
+    /// The answer to the last packet of this client's flow, if there is one.
+    Answer {
+        client: u8,
+        port: u16,
+        service: u8,
+        protocol: u8,
+        flags: u8,
+    },
+    Serve {
+        service: u8,
+        protocol: u8,
+        pods: BTreeMap<u8, bool>,
+    },
+    End {
+        service: u8,
+        protocol: u8,
+    },
+    Pass {
+        seconds: u32,
+    },
+    Collect,
+}
+
+fn step() -> impl Strategy<Value = Step> {
+    let protocol = prop_oneof![Just(TCP), Just(UDP)];
+    let flags = prop_oneof![
+        Just(tcp::SYN),
+        Just(tcp::ACK),
+        Just(tcp::FIN | tcp::ACK),
+        Just(tcp::RST | tcp::ACK),
+    ];
+    let seconds = prop_oneof![
+        Just(0u32),
+        Just(1),
+        Just(9),
+        Just(31),
+        Just(181),
+        Just(901),
+        Just(7_501)
+    ];
+    let who = (1..=LOCAL_PODS, 1u16..4, 1u8..4, protocol.clone(), flags);
+    prop_oneof![
+        8 => who.clone().prop_map(|(client, port, service, protocol, flags)| Step::Send {
+            client, port, service, protocol, flags
+        }),
+        6 => who.prop_map(|(client, port, service, protocol, flags)| Step::Answer {
+            client, port, service, protocol, flags
+        }),
+        3 => (1u8..4, protocol.clone(), prop::collection::btree_map(1u8..8, any::<bool>(), 0..4))
+            .prop_map(|(service, protocol, pods)| Step::Serve { service, protocol, pods }),
+        1 => (1u8..4, protocol).prop_map(|(service, protocol)| Step::End { service, protocol }),
+        2 => seconds.prop_map(|seconds| Step::Pass { seconds }),
+        1 => Just(Step::Collect),
+    ]
+}
+
+/// What the model knows of a client's tuple: where its last packet went.
+#[derive(Clone, Copy, Debug)]
+struct Told<A> {
+    sent: Decision<A>,
+    backend_id: u32,
+    backend_word: u32,
+}
+
+struct Model<A> {
+    tables: Collections<A>,
+    told: HashMap<FlowKey<A>, Told<A>>,
+}
+
+fn packet<A: TestFamily>(client: u8, port: u16, service: u8, protocol: u8, flags: u8) -> Packet<A> {
+    Packet {
+        source: A::pod(client),
+        destination: A::service(service),
+        source_port: Port::new(port),
+        destination_port: Port::new(80),
+        protocol,
+        tcp_flags: if protocol == TCP { flags } else { 0 },
+        flags: WITH_PORTS,
+    }
+}
+
+fn answer<A: TestFamily>(to: &Decision<A>, protocol: u8, flags: u8) -> Packet<A> {
+    Packet {
+        source: to.destination,
+        destination: to.source,
+        source_port: to.destination_port,
+        destination_port: to.source_port,
+        protocol,
+        tcp_flags: if protocol == TCP { flags } else { 0 },
+        flags: WITH_PORTS,
+    }
+}
+
+impl<A: TestFamily> Model<A> {
+    fn run(seed: u64, room: usize, history: &[Step]) {
+        let mut model = Self {
+            tables: Collections::new(seed, room),
+            told: HashMap::new(),
+        };
+        for step in history {
+            model.step(step);
+            model.no_half_pairs();
+        }
+    }
+
+    fn step(&mut self, step: &Step) {
+        match step.clone() {
+            Step::Send {
+                client,
+                port,
+                service,
+                protocol,
+                flags,
+            } => {
+                self.send(client, &packet(client, port, service, protocol, flags));
+            }
+            Step::Answer {
+                client,
+                port,
+                service,
+                protocol,
+                flags,
+            } => {
+                let key = packet::<A>(client, port, service, protocol, flags).key();
+                if let Some(told) = self.told.get(&key).copied() {
+                    self.answer(&key, &told, protocol, flags | tcp::ACK);
+                }
+            }
+            Step::Serve {
+                service,
+                protocol,
+                pods,
+            } => {
+                let pods: Vec<_> = pods.into_iter().collect();
+                self.tables.serve(service, protocol, &pods);
+            }
+            Step::End { service, protocol } => self.tables.end(service, protocol),
+            Step::Pass { seconds } => self.tables.now_s += seconds,
+            Step::Collect => self.tables.collect(),
+        }
+    }
+
+    fn send(&mut self, client: u8, packet: &Packet<A>) {
+        let key = packet.key();
+        let flow_before = self.tables.flows.get(&key).copied();
+        let flows_before = self.tables.flows.len();
+        let decision = from_pod(&mut self.tables, &A::link(client), packet);
+        match decision.translation {
+            Translation::Forward => {
+                let flow = self.tables.flows[&key];
+                self.goes_to_a_living_backend(packet, &decision);
+                let told = Told {
+                    sent: decision,
+                    backend_id: flow.backend_id,
+                    backend_word: flow.backend_state,
+                };
+                if let (Some(before), Some(last)) = (flow_before, self.told.get(&key)) {
+                    self.stays_where_it_was(packet, &before, last, &decision);
+                }
+                self.told.insert(key, told);
+                self.has_its_reverse(packet, &decision);
+            }
+            Translation::Reply => panic!("a client's packet was taken for an answer: {packet:?}"),
+            Translation::None => self.went_nowhere(packet, &decision, flows_before),
+        }
+    }
+
+    /// Named invariant: no packet to a removed backend, and to a draining one only on a connection that exists.
+    fn goes_to_a_living_backend(&self, packet: &Packet<A>, decision: &Decision<A>) {
+        let flow = self.tables.flows[&packet.key()];
+        let backend = self
+            .tables
+            .backends
+            .get(&flow.backend_id)
+            .expect("a packet to a removed backend");
+        assert_eq!(
+            (backend.address, backend.port),
+            (decision.destination, decision.destination_port)
+        );
+        let word = self.tables.states[&flow.backend_id];
+        assert!(backend_state::same_life(word, flow.backend_state));
+        if backend_state::kind(word) == backend_state::DRAINING {
+            assert!(
+                packet.is_tcp() && !packet.opens(),
+                "only connections that exist go to a draining backend"
+            );
+        }
+    }
+
+    /// Named invariant: a flow that may go on does not move.
+    fn stays_where_it_was(
+        &self,
+        packet: &Packet<A>,
+        before: &crate::layout::Flow<A>,
+        last: &Told<A>,
+        now: &Decision<A>,
+    ) {
+        let word = self
+            .tables
+            .states
+            .get(&last.backend_id)
+            .copied()
+            .unwrap_or(0);
+        let alive = backend_state::same_life(word, last.backend_word)
+            && backend_state::kind(word) == backend_state::ACTIVE;
+        let may_end = packet.opens() && before.is_closed();
+        if alive && !may_end && !before.is_expired(self.tables.now_s, false) {
+            assert_eq!(
+                (
+                    last.sent.destination,
+                    last.sent.source,
+                    last.sent.source_port
+                ),
+                (now.destination, now.source, now.source_port),
+                "a live flow moved"
+            );
+        }
+    }
+
+    /// Named invariant: no translation without its reverse, exactly.
+    fn has_its_reverse(&self, packet: &Packet<A>, decision: &Decision<A>) {
+        let mut tables = self.tables.clone();
+        let back = answer(decision, packet.protocol, tcp::ACK);
+        let back = from_network(&mut tables, &back);
+        assert_eq!(back.translation, Translation::Reply);
+        assert_eq!(
+            (back.source, back.source_port),
+            (packet.destination, packet.destination_port)
+        );
+        assert_eq!(
+            (back.destination, back.destination_port),
+            (packet.source, packet.source_port)
+        );
+        assert_eq!(
+            back.action,
+            Action::Pod,
+            "the answer goes straight to the client"
+        );
+    }
+
+    /// A packet that was not translated: dropped for a reason that is true, or for no service at all.
+    fn went_nowhere(&self, packet: &Packet<A>, decision: &Decision<A>, flows_before: usize) {
+        let key = (packet.destination, packet.protocol);
+        let frontend = self
+            .tables
+            .frontends
+            .iter()
+            .find(|(frontend, _)| (frontend.address, frontend.protocol) == key)
+            .map(|(_, frontend)| *frontend);
+        match (decision.action, decision.reason) {
+            (Action::Network, DropReason::None) => {
+                assert!(frontend.is_none(), "a service was passed by");
+                assert!(
+                    !self.tables.flows.contains_key(&packet.key()),
+                    "a flow outlived its service"
+                );
+            }
+            (Action::Drop, DropReason::NoBackend) => {
+                assert_eq!(frontend.expect("the service exists").backends, 0);
+            }
+            (Action::Drop, DropReason::FlowTableFull) => {
+                assert!(self.tables.flows.len() >= self.tables.room.min(flows_before));
+            }
+            (Action::Drop, DropReason::SourcePortsExhausted) => {
+                assert!(
+                    self.tables.replies.len() > 1,
+                    "ports are exhausted only where many are taken"
+                );
+            }
+            other => panic!("{packet:?} ended as {other:?}"),
+        }
+    }
+
+    fn answer(&mut self, key: &FlowKey<A>, told: &Told<A>, protocol: u8, flags: u8) {
+        let back = answer(&told.sent, protocol, flags);
+        let alive = self
+            .tables
+            .flows
+            .get(key)
+            .is_some_and(|flow| flow.reply_key() == back.key());
+        let decision = from_network(&mut self.tables, &back);
+        if alive {
+            assert_eq!(decision.translation, Translation::Reply);
+            assert_eq!(
+                (decision.source, decision.destination),
+                (key.destination, key.source)
+            );
+        } else if decision.translation == Translation::Reply {
+            // The tuple belongs to another flow by now: its client gets it, nobody else.
+            let owner = self.tables.replies[&back.key()];
+            assert_eq!(
+                (decision.destination, decision.destination_port),
+                (owner.source, owner.source_port)
+            );
+        }
+    }
+
+    /// Named invariant: no half pairs. Every record has its reply entry, and every reply entry its record.
+    fn no_half_pairs(&self) {
+        assert!(self.tables.flows.len() <= self.tables.room);
+        assert_eq!(self.tables.flows.len(), self.tables.replies.len());
+        for (key, flow) in &self.tables.flows {
+            assert_eq!(
+                self.tables.replies.get(&flow.reply_key()),
+                Some(key),
+                "half a pair: {key:?}"
+            );
+        }
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 400, ..ProptestConfig::default() })]
+
+    #[test]
+    fn ipv4_histories(seed in any::<u64>(), room in 1usize..40, history in prop::collection::vec(step(), 1..120)) {
+        Model::<V4>::run(seed, room, &history);
+    }
+
+    #[test]
+    fn ipv6_histories(seed in any::<u64>(), room in 1usize..40, history in prop::collection::vec(step(), 1..120)) {
+        Model::<V6>::run(seed, room, &history);
+    }
+}
+
+/// A record whose reply entry was lost completes itself with the next second's first packet, and a reply entry whose
+/// record was lost is removed by the packet that finds it.
+#[test]
+fn halves_heal() {
+    let mut tables = Collections::<V4>::new(7, 16);
+    tables.serve(1, TCP, &[(5, false)]);
+    let request = packet::<V4>(1, 1, 1, TCP, tcp::SYN);
+    let sent = from_pod(&mut tables, &V4::link(1), &request);
+    tables.replies.clear();
+    tables.now_s += 1;
+    from_pod(&mut tables, &V4::link(1), &request);
+    assert_eq!(tables.replies.len(), 1);
+
+    tables.flows.clear();
+    let back = from_network(&mut tables, &answer(&sent, TCP, tcp::ACK));
+    assert_eq!(back.translation, Translation::None);
+    assert!(tables.replies.is_empty());
+}
+
+/// A flood of half-open connections ends before the connections that are established.
+#[test]
+fn pressure_hurries_half_open_flows_only() {
+    let mut tables = Collections::<V4>::new(7, 16);
+    tables.serve(1, TCP, &[(5, false)]);
+    let open = packet::<V4>(1, 1, 1, TCP, tcp::SYN);
+    let sent = from_pod(&mut tables, &V4::link(1), &open);
+    let half_open = tables.flows[&open.key()];
+    from_network(&mut tables, &answer(&sent, TCP, tcp::SYN | tcp::ACK));
+    from_pod(
+        &mut tables,
+        &V4::link(1),
+        &packet::<V4>(1, 1, 1, TCP, tcp::ACK),
+    );
+    let established = tables.flows[&open.key()];
+    assert!(established.is_established());
+    assert!(
+        half_open.is_expired(tables.now_s + 4, true)
+            && !half_open.is_expired(tables.now_s + 4, false)
+    );
+    assert!(!established.is_expired(tables.now_s + 7_000, true));
+}
