@@ -121,8 +121,7 @@ impl<A: Family> Flow<A> {
     #[must_use]
     pub fn fitness(&self, packet: &Packet<A>, state: u32, now_s: u32) -> Fitness {
         let kind = backend_state::kind(state);
-        let gone =
-            !backend_state::same_life(state, self.backend_state) || kind == backend_state::ABSENT;
+        let gone = self.is_orphaned(state);
         // A draining backend keeps its connections, and gets neither new ones nor datagrams.
         let retiring = kind == backend_state::DRAINING && (!packet.is_tcp() || packet.opens());
         let over = packet.opens() && self.is_closed();
