@@ -11,7 +11,7 @@ pub(crate) const CRASH: Policy = Policy {
 /// Sandboxes and container starts that the runtime or the node refused.
 pub(crate) const START: Policy = Policy {
     first: SECOND_US,
-    longest: 60 * SECOND_US,
+    longest: 15 * SECOND_US,
     forget: 300 * SECOND_US,
 };
 

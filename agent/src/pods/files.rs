@@ -69,6 +69,10 @@ pub(crate) fn files(context: Context<'_>, set: &FileSet) -> Result<Files, Config
                 }
             }
             Some(Kind::Token(source)) => {
+                // A control plane that issues none, or a state from the node's disk, which carries no secrets.
+                if source.token.is_empty() {
+                    continue;
+                }
                 put(
                     &mut files,
                     &source.path,
@@ -86,6 +90,14 @@ pub(crate) fn is_secret(set: &FileSet) -> bool {
     set.sources
         .iter()
         .any(|s| matches!(s.kind, Some(Kind::Secret(_) | Kind::Token(_))))
+}
+
+/// Paths of tokens that did not come along: what the volume has of them stays.
+pub(crate) fn absent_tokens(set: &FileSet) -> impl Iterator<Item = &str> {
+    set.sources.iter().filter_map(|source| match &source.kind {
+        Some(Kind::Token(token)) if token.token.is_empty() => Some(token.path.as_str()),
+        _ => None,
+    })
 }
 
 fn item_mode(mode: i32, default_mode: u32) -> u32 {

@@ -203,7 +203,8 @@ impl Runner {
         }
         for (name, pod) in &state.pods {
             let changed = everything || changes.pods.contains(name);
-            if changed || !self.workers.contains_key(&pod.uid) {
+            let known = self.workers.contains_key(&pod.uid);
+            if (changed || !known) && (known || self.authoritative || self.lives(&pod.uid).await) {
                 self.pod(pod).await;
             }
         }
@@ -221,6 +222,13 @@ impl Runner {
             self.relist().await;
             self.orphans_on_disk(&state);
         }
+    }
+
+    /// True for a pod that was up before the agent started. Only such pods are looked after on the word of an old state:
+    /// others may run elsewhere by now.
+    async fn lives(&self, uid: &str) -> bool {
+        let view = self.shared.lister.pod(uid).await;
+        view.is_ok_and(|v| v.sandboxes.iter().any(|s| s.ready))
     }
 
     async fn pod(&mut self, pod: &PodSpec) {

@@ -10,7 +10,7 @@ use nix::mount::{MntFlags, MsFlags, mount, umount2};
 
 use super::cri::v1;
 use super::env::{ConfigError, Context};
-use super::files::{Files, files, is_secret};
+use super::files::{File, Files, absent_tokens, files, is_secret};
 use super::node::{NodeFacts, is_component, join_inside};
 use super::sandbox::hosts_file;
 
@@ -92,13 +92,16 @@ pub(crate) fn ensure(context: Context<'_>) -> Result<(), VolumeError> {
             Some(Source::EmptyDir(dir)) => empty_dir(&path, dir, group)?,
             None => empty_dir(&path, &EmptyDir::default(), group)?,
             Some(Source::Files(set)) => {
-                let wanted = files(context, set).map_err(|source| VolumeError::Config {
+                let mut wanted = files(context, set).map_err(|source| VolumeError::Config {
                     volume: volume.name.clone(),
                     source,
                 })?;
                 make_dir(&path, 0o755)?;
                 if is_secret(set) && !is_mount_point(&path) {
                     mount_tmpfs(&path, "mode=0755")?;
+                }
+                for token in absent_tokens(set) {
+                    keep_file(&path, token, &mut wanted);
                 }
                 write_files(&path, &wanted, group)?;
             }
@@ -176,6 +179,17 @@ fn host_path(volume: &Volume, host: &HostPath) -> Result<(), VolumeError> {
         path: path.into(),
         kind,
     })
+}
+
+/// Takes a file of the volume over into its next contents.
+fn keep_file(volume: &Path, name: &str, wanted: &mut Files) {
+    let Some(path) = join_inside(&volume.join(CURRENT), name) else {
+        return;
+    };
+    if let (Ok(data), Ok(metadata)) = (fs::read(&path), fs::metadata(&path)) {
+        let mode = metadata.permissions().mode() & 0o777;
+        wanted.insert(name.to_owned(), File { data, mode });
+    }
 }
 
 /// Puts the files in a new folder and switches the volume's link to it; does nothing when the contents are the same.

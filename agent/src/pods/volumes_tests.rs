@@ -1,5 +1,4 @@
 use super::*;
-use crate::pods::files::File;
 
 fn set(files: &[(&str, &str)]) -> Files {
     let file = |data: &str| File {
@@ -45,6 +44,17 @@ fn file_volumes_switch_all_at_once_and_leave_no_old_files() {
         .collect();
     names.sort();
     assert_eq!(names, ["..data", "..v1", "a", "c"]);
+}
+
+#[test]
+fn a_token_that_did_not_come_along_stays() {
+    let dir = tempfile::tempdir().unwrap();
+    write_files(dir.path(), &set(&[("token", "t"), ("a", "1")]), None).unwrap();
+    let mut next = set(&[("a", "2")]);
+    keep_file(dir.path(), "token", &mut next);
+    keep_file(dir.path(), "none", &mut next);
+    keep_file(dir.path(), "../x", &mut next);
+    assert_eq!(next, set(&[("token", "t"), ("a", "2")]));
 }
 
 #[test]
