@@ -185,10 +185,10 @@ async fn kubelet(client: Arc<dyn ObjectClient>, informers: Informers, node: Stri
     let (sender, mut changed) = tokio::sync::mpsc::unbounded_channel();
     let mine = node.clone();
     informers.store(resources::PODS).subscribe(move |change| {
-        if let Some(pod) = &change.new {
-            if pod.text(&["spec", "nodeName"]) == mine {
-                let _ = sender.send(pod.clone());
-            }
+        if let Some(pod) = &change.new
+            && pod.text(&["spec", "nodeName"]) == mine
+        {
+            let _ = sender.send(pod.clone());
         }
     });
     let mut last = 0_u32;

@@ -1,19 +1,28 @@
 //! One file or folder per controller: a pure core (state in, actions out, time as a value) and a thin runtime around it.
 
 mod batch;
+mod cronjob;
+mod daemonset;
 mod deployment;
+mod disruption;
 mod endpointslice;
 mod gc;
 #[cfg(test)]
 pub(crate) mod harness;
+mod history;
+mod job;
 mod namespace;
 mod node;
 mod pod_gc;
 pub(crate) mod pods;
+mod quota;
 mod replicaset;
 pub(crate) mod runtime;
+mod statefulset;
 #[cfg(test)]
 mod tests;
+#[cfg(test)]
+mod workload_tests;
 
 use std::sync::Arc;
 
@@ -58,16 +67,28 @@ pub async fn run(
         network,
         ca_certificate_pem,
     } = settings;
-    all.start(|context, queue| deployment::Deployments::new(context, queue));
-    all.start(|context, queue| replicaset::ReplicaSets::new(context, queue));
-    all.start(|context, queue| endpointslice::EndpointSlices::new(context, queue));
+    all.start(deployment::Deployments::new);
+    all.start(replicaset::ReplicaSets::new);
+    all.start(endpointslice::EndpointSlices::new);
     all.start(|context, queue| node::Nodes::new(context, queue, network));
-    all.start(|context, queue| node::eviction::TaintEviction::new(context, queue));
-    all.start(|context, queue| pod_gc::PodGc::new(context, queue));
+    all.start(node::eviction::TaintEviction::new);
+    all.start(pod_gc::PodGc::new);
+    all.start(statefulset::StatefulSets::new);
+    all.start(daemonset::DaemonSets::new);
+    all.start(job::Jobs::new);
+    all.start(cronjob::CronJobs::new);
+    all.start(disruption::Budgets::new);
+    let quotas = all.start(quota::Quotas::new);
+    let content_changed = quota::notifier(&context, &quotas);
     let namespaces =
         all.start(|context, queue| namespace::Namespaces::new(context, queue, ca_certificate_pem));
     let mut tasks = all.tasks;
-    tasks.spawn(gc::run(context.clone(), namespaces, shutdown.clone()));
+    tasks.spawn(gc::run(
+        context.clone(),
+        namespaces,
+        content_changed,
+        shutdown.clone(),
+    ));
     while tasks.join_next().await.is_some() {}
 }
 

@@ -8,7 +8,7 @@ use std::time::Duration;
 use jiff::Timestamp;
 use serde_json::{Map, Value, json};
 
-use super::runtime::object::{Key, Object, seconds_between};
+use super::runtime::object::{Object, seconds_between};
 use super::runtime::selector::Selector;
 
 /// Lowers (negative) or raises the rank of a pod when one has to go.
@@ -226,14 +226,14 @@ pub(crate) fn release(object: &Value, owner_uid: &str) -> Value {
     }})
 }
 
-/// The keys of objects, for logs and comparisons.
-pub(crate) fn keys(objects: &[Arc<Value>]) -> Vec<Key> {
-    objects.iter().map(|o| o.key()).collect()
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::controllers::runtime::object::Key;
+
+    fn keys(objects: &[Arc<Value>]) -> Vec<Key> {
+        objects.iter().map(|o| o.key()).collect()
+    }
 
     fn pod(name: &str, node: &str, phase: &str, ready: bool, cost: &str) -> Arc<Value> {
         let ready = if ready { "True" } else { "False" };

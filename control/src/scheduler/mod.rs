@@ -2,7 +2,8 @@
 
 mod cluster;
 mod core;
-pub(crate) mod filters;
+mod filters;
+pub(crate) mod fitting;
 mod pod;
 mod preempt;
 mod queue;

@@ -20,7 +20,8 @@ use super::runtime::object::{Key, Object, controller_reference, set};
 use super::runtime::selector::Selector;
 use super::runtime::session::{Context, Session};
 use super::runtime::worker::{
-    Again, Controller, KeyQueue, enqueue_changes, enqueue_owners, tolerate_change,
+    Again, Controller, KeyQueue, enqueue_changes, enqueue_owners, enqueue_selecting,
+    tolerate_change,
 };
 use crate::client::{DeleteOptions, resources};
 use crate::status::ApiError;
@@ -39,18 +40,12 @@ impl Deployments {
         let pods = context.informers.store(resources::PODS);
         enqueue_changes(context, resources::DEPLOYMENTS, queue);
         enqueue_owners(context, resources::REPLICA_SETS, KIND, queue);
-        // A set without a manager may be one to adopt.
-        let (adopters, lookup) = (queue.clone(), deployments.clone());
-        sets.subscribe(move |change| {
-            let Some(rs) = change.new.as_ref().filter(|r| r.controller().is_none()) else {
-                return;
-            };
-            for d in lookup.in_namespace(rs.namespace()) {
-                if selector(&d).matches(rs.labels()) {
-                    adopters.add(d.key());
-                }
-            }
-        });
+        enqueue_selecting(
+            context,
+            resources::REPLICA_SETS,
+            resources::DEPLOYMENTS,
+            queue,
+        );
         // Recreate goes on when the last old pod is gone.
         let (queue, lookup_sets, lookup) = (queue.clone(), sets.clone(), deployments.clone());
         pods.subscribe(move |change| {
@@ -241,19 +236,19 @@ impl Controller for Deployments {
             self.carry_out(&d, action, session).await?;
         }
         let mut read = d;
-        if let Some(revision) = revision.map(|r| r.to_string()) {
-            if read.annotation(REVISION) != Some(revision.as_str()) {
-                let patch = json!({"metadata": {"annotations": {REVISION: revision}}});
-                let made = session.merge(resources::DEPLOYMENTS, key, "", patch).await;
-                let Some(made) = tolerate_change(made)? else {
-                    return Ok(None);
-                };
-                // The status below was computed for this generation; a newer one comes with its own event.
-                if made.generation() != read.generation() {
-                    return Ok(None);
-                }
-                read = made;
+        if let Some(revision) = revision.map(|r| r.to_string())
+            && read.annotation(REVISION) != Some(revision.as_str())
+        {
+            let patch = json!({"metadata": {"annotations": {REVISION: revision}}});
+            let made = session.merge(resources::DEPLOYMENTS, key, "", patch).await;
+            let Some(made) = tolerate_change(made)? else {
+                return Ok(None);
+            };
+            // The status below was computed for this generation; a newer one comes with its own event.
+            if made.generation() != read.generation() {
+                return Ok(None);
             }
+            read = made;
         }
         if read.at(&["status"]) != Some(&status) {
             let written = session

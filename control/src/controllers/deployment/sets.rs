@@ -98,7 +98,7 @@ pub(super) fn is_rolling(d: &Value) -> bool {
 }
 
 /// A short name for a template: FNV-1a over its canonical form, in letters that cannot form words.
-pub(super) fn template_hash(template: &Value, collisions: i64) -> String {
+pub(crate) fn template_hash(template: &Value, collisions: i64) -> String {
     let mut hash = 0x811c_9dc5_u32;
     let mut feed = |bytes: &[u8]| {
         for byte in bytes {

@@ -42,6 +42,8 @@ struct Shared {
     queue: Queue<String>,
     /// Namespaces that lost an object: one that is being emptied looks again.
     namespaces: KeyQueue,
+    /// Told about every namespace that won or lost an object.
+    content_changed: Box<dyn Fn(&str) + Send + Sync>,
 }
 
 impl Shared {
@@ -57,8 +59,17 @@ impl Shared {
 
     fn put(&self, entry: CatalogEntry, object: &Value) {
         let vertex = Vertex::read(entry.resource, entry.kind, object);
-        let look_at = self.graph().put(object.uid(), vertex);
+        let (new, look_at) = {
+            let mut graph = self.graph();
+            (
+                graph.get(object.uid()).is_none(),
+                graph.put(object.uid(), vertex),
+            )
+        };
         self.look_at(look_at);
+        if new && !object.namespace().is_empty() {
+            (self.content_changed)(object.namespace());
+        }
     }
 
     fn remove(&self, uid: &str) {
@@ -71,6 +82,7 @@ impl Shared {
         };
         self.look_at(look_at);
         if let Some(namespace) = namespace.filter(|n| !n.is_empty()) {
+            (self.content_changed)(&namespace);
             self.namespaces.add(Key {
                 namespace: "".into(),
                 name: namespace,
@@ -104,14 +116,21 @@ impl Sink for Feed {
     }
 }
 
-/// Collects until shutdown. `namespaces` is told about namespaces that lost an object.
-pub(super) async fn run(context: Context, namespaces: KeyQueue, shutdown: CancellationToken) {
+/// Collects until shutdown. `namespaces` gets the namespaces that lost an object; `content_changed` is told about every
+/// namespace that won or lost one.
+pub(super) async fn run(
+    context: Context,
+    namespaces: KeyQueue,
+    content_changed: impl Fn(&str) + Send + Sync + 'static,
+    shutdown: CancellationToken,
+) {
     let shared = Arc::new(Shared {
         client: context.client.clone(),
         recorder: context.recorder.named("garbage-collector-controller"),
         graph: Mutex::default(),
         queue: Queue::new(),
         namespaces,
+        content_changed: Box::new(content_changed),
     });
     let mut tasks = JoinSet::new();
     tasks.spawn(follow_catalog(shared.clone(), shutdown.clone()));
@@ -207,9 +226,8 @@ impl Shared {
             };
         }
         let has_dependents = self.graph().dependents(uid).next().is_some();
-        let propagation = if !verdict.waiting.is_empty() && has_dependents {
-            Propagation::Foreground
-        } else if vertex.foreground {
+        let in_foreground = !verdict.waiting.is_empty() && has_dependents;
+        let propagation = if in_foreground || vertex.foreground {
             Propagation::Foreground
         } else if vertex.orphan {
             Propagation::Orphan

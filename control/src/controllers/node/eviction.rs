@@ -14,7 +14,7 @@ use crate::controllers::runtime::session::{Context, Session};
 use crate::controllers::runtime::worker::{
     Again, Controller, KeyQueue, enqueue_changes, tolerate_change,
 };
-use crate::scheduler::filters::toleration_covers;
+use crate::scheduler::fitting::toleration_covers;
 use crate::status::ApiError;
 
 /// How long pods stay on a node that stopped answering when they say nothing about it.
@@ -201,7 +201,10 @@ mod tests {
         );
         let pod = |tolerations: Value| json!({"spec": {"tolerations": tolerations}});
         let both = [soft.clone(), hard.clone()];
-        assert_eq!(leave_at(&pod(json!([])), &[soft.clone()]), after(300));
+        assert_eq!(
+            leave_at(&pod(json!([])), std::slice::from_ref(&soft)),
+            after(300)
+        );
         assert_eq!(leave_at(&pod(json!([])), &both), after(0));
         assert_eq!(leave_at(&pod(json!([{"operator": "Exists"}])), &both), None);
         let limited = json!([

@@ -15,7 +15,8 @@ use super::runtime::object::{Key, Object, controller_reference};
 use super::runtime::selector::Selector;
 use super::runtime::session::{Context, Session};
 use super::runtime::worker::{
-    Again, Controller, KeyQueue, enqueue_changes, enqueue_owners, tolerate_change,
+    Again, Controller, KeyQueue, enqueue_changes, enqueue_owners, enqueue_selecting,
+    tolerate_change,
 };
 use crate::client::{DeleteOptions, resources};
 use crate::status::ApiError;
@@ -35,18 +36,7 @@ impl ReplicaSets {
         enqueue_changes(context, resources::REPLICA_SETS, queue);
         enqueue_owners(context, resources::PODS, KIND, queue);
         let pods = context.informers.store(resources::PODS);
-        // A pod without a manager may be one to adopt: every set of its namespace that selects it should look.
-        let (queue, lookup) = (queue.clone(), sets.clone());
-        pods.subscribe(move |change| {
-            let Some(pod) = change.new.as_ref().filter(|p| p.controller().is_none()) else {
-                return;
-            };
-            for set in lookup.in_namespace(pod.namespace()) {
-                if selector(&set).matches(pod.labels()) {
-                    queue.add(set.key());
-                }
-            }
-        });
+        enqueue_selecting(context, resources::PODS, resources::REPLICA_SETS, queue);
         Self { sets, pods }
     }
 

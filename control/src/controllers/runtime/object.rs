@@ -185,11 +185,6 @@ pub(crate) fn time_text(time: Timestamp) -> String {
     time.strftime("%Y-%m-%dT%H:%M:%SZ").to_string()
 }
 
-/// RFC 3339 with microseconds, the form of `metav1.MicroTime`.
-pub(crate) fn micro_time_text(time: Timestamp) -> String {
-    time.strftime("%Y-%m-%dT%H:%M:%S.%6fZ").to_string()
-}
-
 /// Whole seconds from `from` until `to`, negative when `to` is earlier.
 pub(crate) fn seconds_between(from: Timestamp, to: Timestamp) -> i64 {
     to.as_second() - from.as_second()
@@ -208,13 +203,13 @@ pub(crate) fn set_condition(
     let mut conditions = status.items(&["conditions"]).to_vec();
     let old = conditions.iter().position(|c| c.text(&["type"]) == kind);
     let mut transition = time_text(now);
-    if let Some(old) = old.map(|i| &conditions[i]) {
-        if old.text(&["status"]) == state {
-            if old.text(&["reason"]) == reason && old.text(&["message"]) == message {
-                return false;
-            }
-            transition = old.text(&["lastTransitionTime"]).to_owned();
+    if let Some(old) = old.map(|i| &conditions[i])
+        && old.text(&["status"]) == state
+    {
+        if old.text(&["reason"]) == reason && old.text(&["message"]) == message {
+            return false;
         }
+        transition = old.text(&["lastTransitionTime"]).to_owned();
     }
     let condition = json!({
         "type": kind, "status": state, "lastTransitionTime": transition,

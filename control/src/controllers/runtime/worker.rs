@@ -10,6 +10,7 @@ use tokio_util::sync::CancellationToken;
 use super::informer::Change;
 use super::object::{Key, Object};
 use super::queue::Queue;
+use super::selector::Selector;
 use super::session::{Context, Session};
 use crate::client::Resource;
 use crate::status::ApiError;
@@ -57,6 +58,33 @@ pub(crate) fn enqueue_owners(
             for object in change.old.iter().chain(&change.new) {
                 if let Some(owner) = object.controller().filter(|o| o.kind == owner_kind) {
                     queue.add(Key::new(object.namespace(), owner.name));
+                }
+            }
+        });
+}
+
+/// Adds every owner in the namespace whose `spec.selector` matches an object that nobody manages: it may be one to
+/// adopt, or the end of one that stood in the way.
+pub(crate) fn enqueue_selecting(
+    context: &Context,
+    resource: Resource,
+    owners: Resource,
+    queue: &KeyQueue,
+) {
+    let queue = queue.clone();
+    let owners = context.informers.store(owners);
+    context
+        .informers
+        .store(resource)
+        .subscribe(move |change: &Change| {
+            let object = change.object();
+            if object.controller().is_some() {
+                return;
+            }
+            for owner in owners.in_namespace(object.namespace()) {
+                let selector = Selector::from_label_selector(owner.at(&["spec", "selector"]));
+                if selector.matches(object.labels()) {
+                    queue.add(owner.key());
                 }
             }
         });
