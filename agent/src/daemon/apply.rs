@@ -47,6 +47,8 @@ struct Progress {
     origin: Origin,
     /// What the kernel tables have not been compared with yet; `None` when they are up to date.
     pending: Option<Changes>,
+    /// Links, nodes or routes changed since routes were last compared without an error.
+    routes_pending: bool,
     committed_at_us: Option<i64>,
     retry_after: Duration,
     retry_at: Option<tokio::time::Instant>,
@@ -72,17 +74,28 @@ impl Applier {
         };
         let mut updates = self.feed.updates();
         let mut periodic = tokio::time::interval(ROUTE_PERIOD);
+        let mut settled_at: Option<tokio::time::Instant> = None;
         let mut progress: Option<Progress> = None;
         loop {
             let retry_at = progress.as_ref().and_then(|p| p.retry_at);
+            let mut network_changed = false;
             tokio::select! {
                 () = shutdown.cancelled() => return,
                 update = updates.next() => progress = Some(merge(progress, update)),
-                () = network.notified() => tokio::time::sleep(NETWORK_DEBOUNCE).await,
-                _ = periodic.tick() => {}
+                // Services do not wait while links come and go.
+                () = network.notified(), if settled_at.is_none() => {
+                    settled_at = Some(tokio::time::Instant::now() + NETWORK_DEBOUNCE);
+                    continue;
+                }
+                () = sleep_until(settled_at) => {
+                    settled_at = None;
+                    network_changed = true;
+                }
+                _ = periodic.tick() => network_changed = true,
                 () = sleep_until(retry_at) => {}
             }
             if let Some(progress) = &mut progress {
+                progress.routes_pending |= network_changed;
                 self.pass(progress).await;
             }
         }
@@ -92,7 +105,12 @@ impl Applier {
     async fn pass(&self, progress: &mut Progress) {
         let mut failures = self.apply_services(progress).await;
         let fatal = failures.is_err();
-        let route_errors = self.apply_routes(progress).await;
+        let route_errors = if progress.routes_pending {
+            self.apply_routes(progress).await
+        } else {
+            Vec::new()
+        };
+        progress.routes_pending = !route_errors.is_empty();
         let list = failures
             .as_mut()
             .map_or_else(|e| vec![std::mem::take(e)], std::mem::take);
@@ -220,6 +238,7 @@ fn merge(progress: Option<Progress>, update: Update) -> Progress {
             state,
             origin,
             pending: Some(Changes::everything()),
+            routes_pending: true,
             committed_at_us,
             retry_after: RETRY_FIRST,
             retry_at: None,
@@ -227,6 +246,11 @@ fn merge(progress: Option<Progress>, update: Update) -> Progress {
             told: None,
         };
     };
+    let routes_pending = old.routes_pending
+        || old.origin != origin
+        || changes.everything
+        || changes.config
+        || !changes.nodes.is_empty();
     let mut pending = old.pending.unwrap_or_default();
     if old.origin == origin {
         pending.merge(changes);
@@ -237,6 +261,7 @@ fn merge(progress: Option<Progress>, update: Update) -> Progress {
         state,
         origin,
         pending: Some(pending),
+        routes_pending,
         committed_at_us: old.committed_at_us.or(committed_at_us),
         retry_at: None,
         ..old
