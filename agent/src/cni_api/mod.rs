@@ -13,12 +13,14 @@ mod reconcile;
 mod record;
 mod server;
 mod service;
+mod stats;
 mod store;
 mod wire;
 
 pub use record::{Key, Record};
 pub use server::{Server, ServerError};
 pub use service::{Attachments, PodCidrs, Settings};
+pub use stats::Stats;
 pub use store::{Store, StoreError};
 
 /// Names below the state directory that this room writes.

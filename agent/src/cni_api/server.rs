@@ -7,11 +7,12 @@ use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use nix::sys::socket::{getsockopt, sockopt::PeerCredentials};
 
 use super::service::Attachments;
+use super::stats::Stats;
 use super::wire::{self, Command};
 
 /// Requests served at once; more wait in the socket's backlog.
@@ -35,6 +36,7 @@ struct Shared {
     stopping: AtomicBool,
     active: Mutex<usize>,
     changed: Condvar,
+    stats: Stats,
 }
 
 impl Shared {
@@ -109,6 +111,12 @@ impl Server {
         Ok(server)
     }
 
+    /// Counters of the requests served.
+    #[must_use]
+    pub fn stats(&self) -> Stats {
+        self.shared.stats.clone()
+    }
+
     /// Takes no more requests and waits, within limits, for those at work.
     pub fn stop(&self) {
         self.shared.stopping.store(true, Ordering::SeqCst);
@@ -144,10 +152,11 @@ fn accept(listener: &UnixListener, shared: &Arc<Shared>, attachments: &Arc<Attac
             }
         };
         let attachments = Arc::clone(attachments);
+        let stats = shared.stats.clone();
         let spawned = std::thread::Builder::new()
             .name("cni-request".into())
             .spawn(move || {
-                serve(stream, &attachments);
+                serve(stream, &attachments, &stats);
                 drop(place);
             });
         if let Err(e) = spawned {
@@ -156,7 +165,7 @@ fn accept(listener: &UnixListener, shared: &Arc<Shared>, attachments: &Arc<Attac
     }
 }
 
-fn serve(mut stream: UnixStream, attachments: &Attachments) {
+fn serve(mut stream: UnixStream, attachments: &Attachments, stats: &Stats) {
     // The socket's mode keeps others out; this keeps out descriptors that were handed on.
     if getsockopt(&stream, PeerCredentials).map_or(true, |c| c.uid() != 0) {
         return;
@@ -176,7 +185,10 @@ fn serve(mut stream: UnixStream, attachments: &Attachments) {
             return;
         }
     };
+    let began = Instant::now();
     let outcome = attachments.handle(&request, netns.as_ref());
+    let code = outcome.as_ref().map_or_else(|e| e.code.number(), |_| 0);
+    stats.record(request.command, code, began.elapsed());
     if let Err(e) = &outcome {
         tracing::warn!(command = ?request.command, container = %request.container_id,
             code = e.code.number(), error = %e, details = %e.details, "CNI request failed");

@@ -73,6 +73,7 @@ pub(crate) async fn run(config: Config) -> Result<()> {
     };
     observe.checks().pass(CHECK_CNI);
     observe.set_attachments(Arc::clone(&attachments));
+    observe.register(|registry| cni.stats().register(registry));
     let (readiness, ready) = watch::channel(Readiness::default());
     let applier = apply::Applier {
         config: Arc::clone(&config),

@@ -125,7 +125,7 @@ pub fn start(
             Err(error) => tracing::info!(%error, "DNS is not served on loopback"),
         }
     }
-    tasks.spawn(follow(Arc::clone(&server), updates));
+    tasks.spawn(follow(Arc::clone(&server), updates, config.clone()));
     tasks.spawn(refresh_upstreams(Arc::clone(&server), config.clone()));
     tokio::spawn(async move {
         shutdown.cancelled().await;
@@ -139,7 +139,7 @@ pub fn start(
 }
 
 /// Keeps the zone current.
-async fn follow(server: Arc<Server>, mut updates: Updates) {
+async fn follow(server: Arc<Server>, mut updates: Updates, config: Config) {
     loop {
         let Update {
             state,
@@ -153,6 +153,10 @@ async fn follow(server: Arc<Server>, mut updates: Updates) {
             if origin == Origin::Server {
                 zone.set_synced();
             }
+        }
+        if changes.everything || changes.config {
+            // Only now is it known which addresses lead back here.
+            server.find_upstreams(&config);
         }
         if let Some(committed) = committed_at_us.filter(|_| !changes.services.is_empty()) {
             server.metrics.programming.observe(seconds_since(committed));
@@ -168,17 +172,10 @@ fn seconds_since(at_us: i64) -> f64 {
         .as_secs_f64()
 }
 
-/// Follows resolv.conf, and drops servers that turn out to be ourselves once the cluster's DNS address is known.
+/// Follows resolv.conf.
 async fn refresh_upstreams(server: Arc<Server>, config: Config) {
     loop {
         tokio::time::sleep(UPSTREAM_REFRESH).await;
-        let cluster_dns = server
-            .zone
-            .read()
-            .unwrap_or_else(PoisonError::into_inner)
-            .dns_addresses();
-        server
-            .forwarder
-            .set_upstreams(&upstream::discover(&config, &cluster_dns));
+        server.find_upstreams(&config);
     }
 }

@@ -15,7 +15,9 @@ use super::DnsError;
 use super::forward::{ForwardError, Forwarder};
 use super::message::{self, Request, Step, Transport};
 use super::metrics::Metrics;
+use super::upstream;
 use super::zone::Zone;
+use crate::config::Config;
 
 /// The largest query taken by UDP; longer ones are cut by the kernel and answered with FORMERR.
 const UDP_QUERY_BYTES: usize = 4096;
@@ -52,6 +54,17 @@ impl Server {
             rotation: AtomicUsize::new(0),
             connections: Arc::new(Semaphore::new(MAX_CONNECTIONS)),
         }
+    }
+
+    /// Takes the upstream servers of the configuration, without those that are this cluster's own.
+    pub(super) fn find_upstreams(&self, config: &Config) {
+        let cluster_dns = self
+            .zone
+            .read()
+            .unwrap_or_else(PoisonError::into_inner)
+            .dns_addresses();
+        self.forwarder
+            .set_upstreams(&upstream::discover(config, &cluster_dns));
     }
 
     fn handle(&self, packet: &[u8], transport: Transport, client: SocketAddr) -> Step {

@@ -24,7 +24,7 @@ pub(super) fn discover(config: &Config, cluster_dns: &[IpAddr]) -> Vec<SocketAdd
     let mut servers: Vec<SocketAddr> = Vec::new();
     for address in listed {
         if ours(&address) {
-            tracing::warn!(%address, "ignored an upstream DNS server that leads back here");
+            tracing::debug!(%address, "ignored an upstream DNS server that leads back here");
         } else if !servers.contains(&address) {
             servers.push(address);
         }
@@ -38,7 +38,7 @@ fn read_resolv_conf(path: &Path) -> Vec<SocketAddr> {
         Ok(text) if small => parse_resolv_conf(&text),
         Ok(_) => Vec::new(),
         Err(error) => {
-            tracing::warn!(path = %path.display(), %error,
+            tracing::debug!(path = %path.display(), %error,
                 "read upstream DNS servers; names outside the cluster are refused");
             Vec::new()
         }

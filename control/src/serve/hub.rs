@@ -35,8 +35,10 @@ pub(super) struct NodeProgress {
     pub(super) connected: bool,
     /// Sequence number of the next log entry that the stream will look at.
     cursor: u64,
-    /// Revision of the last frame put on the stream.
+    /// Revision of the last change that concerned the node and was put on the stream.
     sent: u64,
+    /// Revision that the node was last told of, changes that did not concern it included.
+    told: u64,
     pub(super) acked: u64,
     pub(super) apply_error: String,
     cut: CancellationToken,
@@ -192,6 +194,13 @@ impl Hub {
             .max(if inner.synced { revision } else { 0 });
         inner.append(at, committed_at_us, effects);
         inner.head_revision = at;
+        if kind == Kind::Node && deleted {
+            // Nobody waits for a node that is no more; one that still follows stays known.
+            let name = object["metadata"]["name"].as_str().unwrap_or_default();
+            inner
+                .nodes
+                .retain(|node, progress| progress.connected || node != name);
+        }
         drop(inner);
         self.wake();
     }
@@ -241,6 +250,7 @@ impl Hub {
             connected: true,
             cursor,
             sent: revision,
+            told: revision,
             acked,
             apply_error: String::new(),
             cut: self.stop.child_token(),
@@ -295,13 +305,14 @@ impl Hub {
             let own = if runs_pods { entry.own.get(node) } else { None };
             if let Some(frame) = own.or(entry.shared.as_ref()) {
                 progress.sent = entry.revision;
+                progress.told = entry.revision;
                 inner.counters.frames += 1;
                 inner.counters.frame_bytes += frame.len() as u64;
                 return Next::Frame(frame.clone());
             }
         }
         Next::UpToDate {
-            progress: (progress.sent < head).then_some(head),
+            progress: (progress.told < head).then_some(head),
         }
     }
 
@@ -309,19 +320,22 @@ impl Hub {
     pub(super) fn moved(&self, node: &str, session: u64, revision: u64) {
         let mut inner = self.lock();
         if let Some(progress) = inner.nodes.get_mut(node).filter(|p| p.session == session) {
-            progress.sent = progress.sent.max(revision);
+            progress.told = progress.told.max(revision);
         }
     }
 
-    /// Takes a node's acknowledgement.
-    pub(super) fn ack(&self, node: &str, session: u64, ack: Ack) {
+    /// Takes a node's acknowledgement. True when it reports a failure that the one before did not.
+    pub(super) fn ack(&self, node: &str, session: u64, ack: Ack) -> bool {
         let mut inner = self.lock();
+        let mut news = false;
         if let Some(progress) = inner.nodes.get_mut(node).filter(|p| p.session == session) {
             progress.acked = progress.acked.max(ack.revision);
+            news = !ack.error.is_empty() && progress.apply_error != ack.error;
             progress.apply_error = ack.error;
         }
         drop(inner);
         self.wake();
+        news
     }
 }
 

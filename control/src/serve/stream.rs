@@ -199,15 +199,10 @@ async fn read(
         match message {
             Ok(Ok(Some(request))) => {
                 if let Some(follow_request::Kind::Ack(ack)) = request.kind {
-                    if !ack.error.is_empty() {
-                        tracing::warn!(
-                            node,
-                            revision = ack.revision,
-                            error = ack.error,
-                            "the node could not apply the feed"
-                        );
+                    let (revision, error) = (ack.revision, ack.error.clone());
+                    if hub.ack(&node, session, ack) {
+                        tracing::warn!(node, revision, error, "the node could not apply the feed");
                     }
-                    hub.ack(&node, session, ack);
                 }
             }
             Ok(Ok(None) | Err(_)) => break,

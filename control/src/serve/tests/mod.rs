@@ -383,7 +383,12 @@ async fn a_node_registers() {
         .await
         .unwrap();
     assert_eq!(lease["spec"]["holderIdentity"], "n1");
+}
 
+#[tokio::test]
+async fn a_node_reports_its_pods() {
+    let cluster = cluster().await;
+    let mut client = cluster.node("n1").await;
     let mut pod = json!({"metadata": {"name": "p", "namespace": "d"}, "spec": {"nodeName": "n1"},
         "status": {"qosClass": "Burstable", "conditions": [{"type": "PodScheduled", "status": "True",
             "lastTransitionTime": "2026-01-01T00:00:00Z"}]}});
