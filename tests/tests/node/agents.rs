@@ -387,7 +387,9 @@ async fn agents_that_die_in_the_middle_leave_nothing() {
         });
         member.kill_agent();
         added += u32::from(outcome.is_ok());
-        if let Err(error) = &outcome {}
+        if let Err(error) = &outcome {
+            assert_eq!(error["code"], 11, "{error}");
+        }
         // What runtimes do after any ADD, sooner or later; half of the time no agent is there.
         if round % 2 == 0 {
             member.runtime.del(&container).unwrap();
