@@ -211,7 +211,9 @@ fn install_bpf_linker(repo: &Repo) -> Result<()> {
         ])
         .arg("--root")
         .arg(repo.tools())
-        .env("LLVM_PREFIX", llvm_prefix());
+        .env("LLVM_PREFIX", llvm_prefix())
+        // A folder of its own: a build that runs meanwhile would hold the lock.
+        .env_remove("CARGO_TARGET_DIR");
     loud(&mut cargo).with_context(|| format!("build bpf-linker: `{}`", shown(&cargo)))
 }
 

@@ -382,7 +382,8 @@ Next:
   alias kubectl={kubectl}
   kubectl create deployment web --image=nginx --replicas=3
   kubectl expose deployment web --port=80
-  kubectl run try --rm -i --restart=Never --image=busybox -- wget -qO- http://web.default.svc.cluster.local
+  kubectl run try --image=busybox --restart=Never -- wget -qO- http://web.default.svc.cluster.local
+  kubectl wait pod/try --for=jsonpath='{{.status.phase}}'=Succeeded && kubectl logs try
   cargo xtask status{extra}     what runs, where its logs are
   cargo xtask down{extra}       stop it all and prove that nothing is left",
         cluster.kubeconfig().display()
