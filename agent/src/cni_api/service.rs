@@ -319,7 +319,10 @@ impl Attachments {
     /// An attachment's record, and the interface index of its host link or zero.
     fn known(&self, key: &Key) -> (Option<Record>, u32) {
         let state = self.lock();
-        (state.records.get(key).cloned(), state.links.get(key).copied().unwrap_or(0))
+        (
+            state.records.get(key).cloned(),
+            state.links.get(key).copied().unwrap_or(0),
+        )
     }
 
     /// Gives addresses back, after everything that used them is gone.
