@@ -86,6 +86,7 @@ fn version_ignores_stdin() {
 }
 
 #[test]
+#[allow(clippy::too_many_lines, reason = "one table")]
 fn bad_input_gets_the_code_of_the_specification() {
     let dir = tempfile::tempdir().unwrap();
     let good = String::from_utf8(config("1.0.0", dir.path())).unwrap();
