@@ -43,7 +43,9 @@ pub(super) struct Applier {
 
 /// What is known between two passes.
 struct Progress {
-    state: Arc<DesiredState>,
+    /// Of the last update. The state itself is asked for when it is needed: as long as somebody holds it, every delta has
+    /// to copy the whole. It may be newer than what `pending` tells, whose changes then come with the next update.
+    revision: u64,
     origin: Origin,
     /// What the kernel tables have not been compared with yet; `None` when they are up to date.
     pending: Option<Changes>,
@@ -127,7 +129,7 @@ impl Applier {
             progress.retry_after = RETRY_FIRST;
         }
         if progress.origin == Origin::Server {
-            let told = (progress.state.revision, problem.clone());
+            let told = (progress.revision, problem.clone());
             if progress.told.as_ref() != Some(&told) {
                 self.feed
                     .ack(told.0, (!problem.is_empty()).then(|| problem.clone()));
@@ -155,7 +157,7 @@ impl Applier {
             return Ok(Vec::new());
         }
         let started = Instant::now();
-        let (kernel, state) = (Arc::clone(&self.kernel), Arc::clone(&progress.state));
+        let (kernel, state) = (Arc::clone(&self.kernel), self.feed.state());
         let work = tokio::task::spawn_blocking(move || {
             let result = kernel.apply(&state, &changes);
             (result, changes)
@@ -172,7 +174,7 @@ impl Applier {
                 self.observe
                     .applied(progress.committed_at_us, started.elapsed(), report.changed);
                 tracing::debug!(
-                    revision = progress.state.revision,
+                    revision = progress.revision,
                     changed = report.changed,
                     everything = changes.everything,
                     took_us = started.elapsed().as_micros(),
@@ -194,7 +196,7 @@ impl Applier {
             }
             Err(e) => {
                 progress.pending = Some(Changes::everything());
-                tracing::error!(revision = progress.state.revision, error = %e, "apply services; trying again");
+                tracing::error!(revision = progress.revision, error = %e, "apply services; trying again");
                 Err(e.to_string())
             }
         }
@@ -202,7 +204,7 @@ impl Applier {
 
     async fn apply_routes(&self, progress: &mut Progress) -> Vec<String> {
         let (config, attachments) = (Arc::clone(&self.config), Arc::clone(&self.attachments));
-        let (state, origin) = (Arc::clone(&progress.state), progress.origin);
+        let (state, origin) = (self.feed.state(), progress.origin);
         let base = Arc::clone(&self.base);
         let work = tokio::task::spawn_blocking(move || {
             route_pass(&config, &attachments, &state, origin, &base)
@@ -235,7 +237,7 @@ fn merge(progress: Option<Progress>, update: Update) -> Progress {
     let Some(old) = progress else {
         // The first comparison is of everything: nobody knows what an earlier agent had done.
         return Progress {
-            state,
+            revision: state.revision,
             origin,
             pending: Some(Changes::everything()),
             routes_pending: true,
@@ -258,7 +260,7 @@ fn merge(progress: Option<Progress>, update: Update) -> Progress {
         pending = Changes::everything();
     }
     Progress {
-        state,
+        revision: state.revision,
         origin,
         pending: Some(pending),
         routes_pending,

@@ -279,7 +279,7 @@ fn node_status(before: &Value, report: &NodeReport, now: i64) -> Option<Value> {
             "kernelVersion": info.kernel_version,
             "osImage": info.os_image,
             "containerRuntimeVersion": info.container_runtime_version,
-            "kubeletVersion": format!("{KUBERNETES_VERSION}+weir-{}", info.agent_version),
+            "kubeletVersion": format!("{KUBERNETES_VERSION}+weir-{}", info.agent_version.trim_start_matches('v')),
             "kubeProxyVersion": "",
             "operatingSystem": "linux",
             "architecture": info.architecture,
