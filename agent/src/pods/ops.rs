@@ -75,10 +75,19 @@ impl Op {
                     container_id,
                     hook_failure,
                 },
-                Err(failure) => Outcome::StartFailed {
-                    which: container,
-                    failure,
-                },
+                Err(failure) => {
+                    let image = failure.reason.contains("Image");
+                    let what = if image {
+                        failure.reason
+                    } else {
+                        &failure.message
+                    };
+                    self.warn("Failed", format!("Error: {what}"));
+                    Outcome::StartFailed {
+                        which: container,
+                        failure,
+                    }
+                }
             },
             Action::KillContainer {
                 id,
@@ -198,7 +207,6 @@ impl Op {
             .await
             .map_err(|error| {
                 let message = error.reason().to_owned();
-                self.warn("Failed", format!("Error: {message}"));
                 StartFailure {
                     reason: "CreateContainerError",
                     message,
@@ -208,7 +216,6 @@ impl Op {
         self.note("Created", format!("Created container: {name}"));
         shared.runtime.start_container(&id).await.map_err(|error| {
             let message = error.reason().to_owned();
-            self.warn("Failed", format!("Error: {message}"));
             StartFailure {
                 reason: "RunContainerError",
                 message,
@@ -280,13 +287,9 @@ impl Op {
             })
         })
         .await
-        .map_err(|error| {
-            let failure = match error {
-                VolumeError::Config { source, .. } => config_failure(source),
-                other => config_failure(other),
-            };
-            self.warn("Failed", format!("Error: {}", failure.message));
-            failure
+        .map_err(|error| match error {
+            VolumeError::Config { source, .. } => config_failure(source),
+            other => config_failure(other),
         })
     }
 
@@ -347,7 +350,6 @@ impl Op {
         if let Err(reason) = pulled {
             let message = format!("failed to pull image {name:?}: {reason}");
             self.warn("Failed", format!("Failed to pull image {name:?}: {reason}"));
-            self.warn("Failed", "Error: ErrImagePull".into());
             return Err(StartFailure {
                 reason: "ErrImagePull",
                 message,

@@ -38,7 +38,12 @@ pub(crate) fn sandbox_config(
             namespace: spec.namespace.clone(),
             attempt,
         }),
-        hostname: hostname(spec, node),
+        // The node's own name is not the pod's to set.
+        hostname: if spec.host_network {
+            String::new()
+        } else {
+            hostname(spec, node)
+        },
         log_directory: node
             .pod_log_dir(&spec.namespace, &spec.name, &spec.uid)
             .to_string_lossy()
@@ -345,6 +350,46 @@ mod tests {
             "{text}"
         );
         assert!(text.contains("10.1.1.1\ta\tb\n"), "{text}");
+    }
+
+    #[test]
+    fn a_pod_in_the_nodes_network_sets_no_name_and_maps_no_port() {
+        use control_api::v1::{Container, ContainerPort};
+        let ports = vec![ContainerPort {
+            container_port: 80,
+            host_port: 8080,
+            ..Default::default()
+        }];
+        let containers = vec![Container {
+            ports,
+            ..Container::default()
+        }];
+        let own = PodSpec {
+            containers,
+            ..pod("")
+        };
+        let host = PodSpec {
+            host_network: true,
+            ..own.clone()
+        };
+        let node = NodeFacts {
+            name: "n1".into(),
+            ..NodeFacts::default()
+        };
+        let own = sandbox_config(&own, &cluster(), &node, 0);
+        assert_eq!(
+            (own.hostname.as_str(), own.port_mappings.len()),
+            ("web-0", 1)
+        );
+        let host = sandbox_config(&host, &cluster(), &node, 0);
+        assert_eq!((host.hostname.as_str(), host.port_mappings.len()), ("", 0));
+        let namespaces = host
+            .linux
+            .and_then(|l| l.security_context?.namespace_options);
+        assert_eq!(
+            namespaces.map(|n| n.network()),
+            Some(v1::NamespaceMode::Node)
+        );
     }
 
     #[test]
