@@ -376,7 +376,7 @@ impl Run<'_> {
             .get(&container.name)
             .and_then(|c| c.crash);
         let backoff =
-            known.unwrap_or_else(|| Backoff::after(CRASH, latest.attempt, latest.started_us));
+            known.unwrap_or_else(|| Backoff::after(CRASH, latest.attempt, latest.begun_us()));
         match backoff.until(CRASH, latest.finished_us) {
             Some(at) if at > self.now => {
                 let pod = self.spec;

@@ -262,6 +262,12 @@ fn crashes_wait_longer_each_time() {
     // A restarted agent derives the delay from the number of restarts.
     let adopted = sync_pod(&spec, &crashed, &Memory::default(), NOW);
     assert_eq!(adopted.wake_at, Some(NOW + 19 * SECOND_US));
+    // Also for an instance that could not even start.
+    let mut stillborn = crashed;
+    stillborn.containers[0].started_us = 0;
+    stillborn.containers[0].created_us = NOW - 2 * SECOND_US;
+    let adopted = sync_pod(&spec, &stillborn, &Memory::default(), NOW);
+    assert_eq!(adopted.wake_at, Some(NOW + 19 * SECOND_US));
 }
 
 #[test]

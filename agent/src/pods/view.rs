@@ -33,6 +33,13 @@ pub(crate) enum ContainerState {
     Unknown,
 }
 
+impl ContainerView {
+    /// When this instance was begun; one that could not start has no start time.
+    pub(crate) fn begun_us(&self) -> Micros {
+        self.started_us.max(self.created_us)
+    }
+}
+
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct SandboxView {
     pub(crate) id: String,

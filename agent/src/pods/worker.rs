@@ -299,10 +299,10 @@ impl Worker {
             && let Some(name) = container.of(&self.spec).map(|c| c.name.clone())
             && let Some(last) = self.view.latest(&name)
         {
-            let (attempt, started, finished) = (last.attempt, last.started_us, last.finished_us);
+            let (attempt, begun, finished) = (last.attempt, last.begun_us(), last.finished_us);
             let crash = &mut self.memory.container(&name).crash;
             crash
-                .get_or_insert_with(|| Backoff::after(CRASH, attempt, started))
+                .get_or_insert_with(|| Backoff::after(CRASH, attempt, begun))
                 .next(CRASH, finished, now);
         }
         if matches!(action, Action::StopPod { .. } | Action::RemovePod) {
