@@ -42,8 +42,8 @@ pub(super) async fn serve(
 }
 
 async fn health(State(sources): State<Sources>) -> Response {
-    match sources.api.revision().await {
-        Ok(_) => "ok".into_response(),
+    match sources.api.health().await {
+        Ok(()) => "ok".into_response(),
         Err(e) => (StatusCode::INTERNAL_SERVER_ERROR, e.message).into_response(),
     }
 }

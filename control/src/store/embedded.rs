@@ -3,34 +3,22 @@
 //! Transactions that wait while a commit's fsync runs are decided together and share the next fsync. State becomes
 //! visible, and callers are answered, only after it is durable: nothing that anyone has seen is lost by a crash.
 
-use std::collections::{BTreeMap, HashMap};
-use std::path::{Path, PathBuf};
-use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
+use std::collections::HashMap;
+use std::path::PathBuf;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 use std::thread::JoinHandle;
 
 use async_trait::async_trait;
-use bytes::Bytes;
-use redb::{Database, ReadableDatabase, ReadableTable, TableDefinition};
 use tokio::sync::{mpsc, oneshot};
 
+use super::disk::{Disk, Opener, open_file};
 use super::state::State;
 use super::{Committed, Event, Expect, Op, Page, Record, Store, StoreError, Watch};
 
-/// Key to 8 bytes of revision (little endian) followed by the value.
-const RECORDS: TableDefinition<'_, &str, &[u8]> = TableDefinition::new("records");
-const META: TableDefinition<'_, &str, u64> = TableDefinition::new("meta");
-const FORMAT: u64 = 1;
 /// Transactions that may wait for the writer; further callers wait before they queue.
 const QUEUE: usize = 4096;
 /// Most transactions that share one fsync.
 const GROUP: usize = 1024;
-/// The page cache of redb: small, because reads are served from memory.
-const CACHE_BYTES: usize = 4 << 20;
-
-/// The file is made smaller at start when it is larger than this plus so many times its content.
-const SHRINK_ABOVE: u64 = 32 << 20;
-const SHRINK_FACTOR: u64 = 4;
-
 /// Where the store lives and the clock for commit times (microseconds since the Unix epoch).
 #[derive(Debug)]
 pub struct OpenOptions {
@@ -61,6 +49,8 @@ impl Drop for EmbeddedStore {
 #[derive(Debug)]
 struct Shared {
     state: RwLock<State>,
+    /// Why the last write failed, until one succeeds.
+    failure: Mutex<Option<Arc<redb::Error>>>,
 }
 
 #[derive(Debug)]
@@ -74,6 +64,10 @@ impl Shared {
         self.state.read().unwrap_or_else(PoisonError::into_inner)
     }
 
+    fn failure(&self) -> MutexGuard<'_, Option<Arc<redb::Error>>> {
+        self.failure.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     fn write(&self) -> RwLockWriteGuard<'_, State> {
         self.state.write().unwrap_or_else(PoisonError::into_inner)
     }
@@ -85,30 +79,29 @@ impl EmbeddedStore {
     /// # Errors
     /// `Open` with the path when the file cannot be opened or read, `Format` when another version wrote it.
     pub fn open(options: &OpenOptions) -> Result<Self, StoreError> {
-        let failed = |e: redb::Error| StoreError::Open {
-            path: options.path.clone(),
-            source: Box::new(e),
-        };
-        let mut database = Database::builder()
-            .set_cache_size(CACHE_BYTES)
-            .create(&options.path)
-            .map_err(|e| failed(e.into()))?;
-        prepare(&database, &options.path)?;
-        let (records, revision) = load(&database).map_err(failed)?;
-        shrink(&mut database, &options.path, &records);
+        Self::open_with(options, open_file)
+    }
+
+    pub(super) fn open_with(options: &OpenOptions, opener: Opener) -> Result<Self, StoreError> {
+        let (disk, (records, revision)) = Disk::open(&options.path, opener)?;
         let shared = Arc::new(Shared {
             state: RwLock::new(State::new(records, revision)),
+            failure: Mutex::new(None),
         });
         let (queue, requests) = mpsc::channel(QUEUE);
         let writer = Writer {
-            database,
+            disk,
+            doubtful: Vec::new(),
             shared: Arc::clone(&shared),
             now_us: options.now_us,
         };
         let writer = std::thread::Builder::new()
             .name("store-writer".into())
             .spawn(move || writer.run(requests))
-            .map_err(|e| failed(redb::Error::Io(e)))?;
+            .map_err(|e| StoreError::Open {
+                path: options.path.clone(),
+                source: Box::new(redb::Error::Io(e)),
+            })?;
         Ok(Self {
             shared,
             queue: Some(queue),
@@ -117,83 +110,19 @@ impl EmbeddedStore {
     }
 }
 
-fn prepare(database: &Database, path: &Path) -> Result<(), StoreError> {
-    let open = |e: redb::Error| StoreError::Open {
-        path: path.into(),
-        source: Box::new(e),
-    };
-    let transaction = database.begin_write().map_err(|e| open(e.into()))?;
-    let found = {
-        transaction
-            .open_table(RECORDS)
-            .map_err(|e| open(e.into()))?;
-        let mut meta = transaction.open_table(META).map_err(|e| open(e.into()))?;
-        let found = meta
-            .get("format")
-            .map_err(|e| open(e.into()))?
-            .map(|v| v.value());
-        if found.is_none() {
-            meta.insert("format", FORMAT).map_err(|e| open(e.into()))?;
-        }
-        found
-    };
-    if let Some(found) = found.filter(|f| *f != FORMAT) {
-        return Err(StoreError::Format {
-            path: path.into(),
-            found,
-            supported: FORMAT,
-        });
-    }
-    transaction.commit().map_err(|e| open(e.into()))
-}
-
-/// Gives disk space back when most of the file is free. A file that cannot be made smaller works as it is.
-fn shrink(database: &mut Database, path: &Path, records: &BTreeMap<Arc<str>, Arc<Record>>) {
-    let live: usize = records
-        .iter()
-        .map(|(key, r)| key.len() + r.value.len())
-        .sum();
-    let size = std::fs::metadata(path).map_or(0, |m| m.len());
-    if size <= SHRINK_ABOVE + SHRINK_FACTOR * u64::try_from(live).unwrap_or(u64::MAX / 8) {
-        return;
-    }
-    match database.compact() {
-        Ok(_) => {
-            tracing::info!(path = %path.display(), before_bytes = size, "the store's file was compacted")
-        }
-        Err(error) => tracing::warn!(path = %path.display(), %error, "compact the store's file"),
-    }
-}
-
-type Loaded = (BTreeMap<Arc<str>, Arc<Record>>, u64);
-
-fn load(database: &Database) -> Result<Loaded, redb::Error> {
-    let transaction = database.begin_read()?;
-    let revision = transaction
-        .open_table(META)?
-        .get("revision")?
-        .map_or(0, |v| v.value());
-    let mut records = BTreeMap::new();
-    for entry in transaction.open_table(RECORDS)?.iter()? {
-        let (key, stored) = entry?;
-        let Some((head, value)) = stored.value().split_first_chunk::<8>() else {
-            return Err(redb::Error::Corrupted(format!(
-                "record {} is too short",
-                key.value()
-            )));
-        };
-        let key: Arc<str> = key.value().into();
-        let value = Bytes::copy_from_slice(value);
-        let record = Record::new(Arc::clone(&key), value, u64::from_le_bytes(*head));
-        records.insert(key, Arc::new(record));
-    }
-    Ok((records, revision))
-}
-
 #[async_trait]
 impl Store for EmbeddedStore {
     async fn revision(&self) -> Result<u64, StoreError> {
         Ok(self.shared.read().revision())
+    }
+
+    async fn health(&self) -> Result<(), StoreError> {
+        match &*self.shared.failure() {
+            None => Ok(()),
+            Some(source) => Err(StoreError::Write {
+                source: Arc::clone(source),
+            }),
+        }
     }
 
     async fn get(&self, key: &str) -> Result<Option<Arc<Record>>, StoreError> {
@@ -274,7 +203,9 @@ impl Watch for EmbeddedWatch {
 }
 
 struct Writer {
-    database: Database,
+    disk: Disk,
+    /// Changes of a failed write of which it is not known yet whether they are on the disk.
+    doubtful: Vec<Event>,
     shared: Arc<Shared>,
     now_us: fn() -> i64,
 }
@@ -292,15 +223,18 @@ type Reply = (
 );
 
 impl Writer {
-    fn run(self, mut requests: mpsc::Receiver<Request>) {
+    fn run(mut self, mut requests: mpsc::Receiver<Request>) {
         let mut group = Vec::new();
         while requests.blocking_recv_many(&mut group, GROUP) > 0 {
             self.commit_group(group.drain(..));
         }
     }
 
-    fn commit_group(&self, group: impl Iterator<Item = Request>) {
+    fn commit_group(&mut self, group: impl Iterator<Item = Request>) {
         let now = (self.now_us)();
+        if let Err(source) = self.settle(now) {
+            return self.refuse(source, group.map(|r| r.reply));
+        }
         let mut staged = Staged::default();
         let replies: Vec<Reply> = {
             let state = self.shared.read();
@@ -308,51 +242,58 @@ impl Writer {
                 .map(|r| (r.reply, staged.decide(&state, r.ops, now)))
                 .collect()
         };
-        let failure = if staged.events.is_empty() {
-            None
-        } else {
-            self.persist(&staged.events).err().map(Arc::new)
-        };
-        if let Some(source) = failure {
-            tracing::error!(error = %source, "the store cannot write");
-            for (reply, _) in replies {
-                // A caller that went away does not need its answer.
-                let _ = reply.send(Err(StoreError::Write {
-                    source: Arc::clone(&source),
-                }));
-            }
-            return;
+        if let Err(source) = self.persist(staged.events, now) {
+            return self.refuse(source, replies.into_iter().map(|(reply, _)| reply));
         }
-        self.publish(staged.events, now);
         for (reply, answer) in replies {
+            // A caller that went away does not need its answer.
             let _ = reply.send(answer);
         }
     }
 
-    fn persist(&self, events: &[Event]) -> Result<(), redb::Error> {
-        let transaction = self.database.begin_write()?;
-        {
-            let mut records = transaction.open_table(RECORDS)?;
-            let mut buffer = Vec::new();
-            for event in events {
-                let record = &event.record;
-                if event.deleted {
-                    records.remove(&*record.key)?;
-                } else {
-                    buffer.clear();
-                    buffer.extend_from_slice(&record.revision.to_le_bytes());
-                    buffer.extend_from_slice(&record.value);
-                    records.insert(&*record.key, buffer.as_slice())?;
-                }
-            }
-            if let Some(last) = events.last() {
-                transaction
-                    .open_table(META)?
-                    .insert("revision", last.record.revision)?;
-            }
+    /// Writes and shows changes.
+    fn persist(&mut self, events: Vec<Event>, now_us: i64) -> Result<(), redb::Error> {
+        if events.is_empty() {
+            return Ok(());
         }
-        transaction.commit()?;
+        if let Err(error) = self.disk.persist(&events) {
+            self.doubtful = events;
+            return match self.settle(now_us) {
+                Ok(true) => Ok(()),
+                Ok(false) | Err(_) => Err(error),
+            };
+        }
+        *self.shared.failure() = None;
+        self.publish(events, now_us);
         Ok(())
+    }
+
+    /// Finds out about doubtful changes; those that are on the disk are shown. True when they are.
+    fn settle(&mut self, now_us: i64) -> Result<bool, redb::Error> {
+        if self.doubtful.is_empty() {
+            return Ok(false);
+        }
+        let landed = self.disk.settle(&self.doubtful)?;
+        let events = std::mem::take(&mut self.doubtful);
+        if landed {
+            self.publish(events, now_us);
+        }
+        Ok(landed)
+    }
+
+    fn refuse(
+        &self,
+        source: redb::Error,
+        replies: impl Iterator<Item = oneshot::Sender<Result<Committed, StoreError>>>,
+    ) {
+        tracing::error!(error = %source, "the store cannot write");
+        let source = Arc::new(source);
+        *self.shared.failure() = Some(Arc::clone(&source));
+        for reply in replies {
+            let _ = reply.send(Err(StoreError::Write {
+                source: Arc::clone(&source),
+            }));
+        }
     }
 
     fn publish(&self, events: Vec<Event>, now_us: i64) {

@@ -10,6 +10,7 @@ use async_trait::async_trait;
 use bytes::Bytes;
 use serde_json::Value;
 
+mod disk;
 mod embedded;
 mod state;
 
@@ -158,6 +159,9 @@ pub enum StoreError {
 pub trait Store: Send + Sync + std::fmt::Debug + 'static {
     /// The last committed revision.
     async fn revision(&self) -> Result<u64, StoreError>;
+
+    /// Whether the last write went through.
+    async fn health(&self) -> Result<(), StoreError>;
 
     async fn get(&self, key: &str) -> Result<Option<Arc<Record>>, StoreError>;
 

@@ -9,7 +9,7 @@ use tokio::sync::watch;
 use super::{Event, Page, Record, StoreError, topic_of};
 
 /// Events younger than this stay, unless a cap below is hit.
-pub(super) const HISTORY_AGE_US: i64 = 300 * 1_000_000;
+pub(super) const HISTORY_AGE_US: i64 = 150 * 1_000_000;
 /// Most events kept per topic; the oldest go first and their readers must list again.
 pub(super) const HISTORY_EVENTS: usize = 100_000;
 /// Most bytes of values kept per topic's history.

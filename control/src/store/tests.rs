@@ -1,8 +1,14 @@
 //! The store contract on the embedded implementation.
 
+use std::io;
+use std::path::Path;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use bytes::Bytes;
+
+use redb::backends::FileBackend;
+use redb::{Database, StorageBackend};
 
 use super::{EmbeddedStore, Expect, Op, OpenOptions, Store, StoreError, topic_of};
 
@@ -185,4 +191,91 @@ async fn a_reader_behind_the_history_is_told() {
         watch.next().await,
         Err(StoreError::Compacted { .. })
     ));
+}
+
+/// A disk that refuses to sync while [`REFUSES`] is set.
+#[derive(Debug)]
+struct Faulty(FileBackend);
+
+static REFUSES: AtomicBool = AtomicBool::new(false);
+
+impl StorageBackend for Faulty {
+    fn len(&self) -> io::Result<u64> {
+        self.0.len()
+    }
+
+    fn read(&self, offset: u64, out: &mut [u8]) -> io::Result<()> {
+        self.0.read(offset, out)
+    }
+
+    fn set_len(&self, len: u64) -> io::Result<()> {
+        self.0.set_len(len)
+    }
+
+    fn sync_data(&self) -> io::Result<()> {
+        if REFUSES.load(Ordering::SeqCst) {
+            return Err(io::Error::from(io::ErrorKind::StorageFull));
+        }
+        self.0.sync_data()
+    }
+
+    fn write(&self, offset: u64, data: &[u8]) -> io::Result<()> {
+        self.0.write(offset, data)
+    }
+}
+
+fn open_faulty(path: &Path) -> Result<Database, redb::Error> {
+    let mut options = std::fs::OpenOptions::new();
+    let file = options
+        .read(true)
+        .write(true)
+        .create(true)
+        .truncate(false)
+        .open(path)?;
+    Ok(Database::builder().create_with_backend(Faulty(FileBackend::new(file)?))?)
+}
+
+#[tokio::test]
+async fn a_disk_that_refuses_loses_no_acknowledged_write_and_heals() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("store.redb");
+    let options = OpenOptions { path, now_us: || 0 };
+    let seen;
+    {
+        let store = EmbeddedStore::open_with(&options, open_faulty).unwrap();
+        store
+            .commit(vec![put("core/a/1", "x", Expect::Absent)])
+            .await
+            .unwrap();
+        REFUSES.store(true, Ordering::SeqCst);
+        for key in ["core/a/2", "core/a/3"] {
+            let refused = store.commit(vec![put(key, "y", Expect::Absent)]).await;
+            assert!(
+                matches!(refused, Err(StoreError::Write { .. })),
+                "{refused:?}"
+            );
+            assert!(store.health().await.is_err());
+        }
+        assert_eq!(
+            names(&store, "core/a/", None).await,
+            ["core/a/1=x"],
+            "reads go on"
+        );
+        REFUSES.store(false, Ordering::SeqCst);
+        store
+            .commit(vec![put("core/a/4", "z", Expect::Absent)])
+            .await
+            .unwrap();
+        store.health().await.unwrap();
+        seen = names(&store, "core/a/", None).await;
+        // The first refused write may have reached the disk, the second was never tried.
+        assert!(seen.contains(&"core/a/1=x".into()) && seen.contains(&"core/a/4=z".into()));
+        assert!(!seen.contains(&"core/a/3=y".into()));
+    }
+    let store = EmbeddedStore::open_with(&options, open_faulty).unwrap();
+    assert_eq!(
+        names(&store, "core/a/", None).await,
+        seen,
+        "what was shown is what is there"
+    );
 }

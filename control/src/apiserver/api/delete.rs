@@ -70,6 +70,7 @@ impl Api {
             let record = self.record(def, namespace, name).await?;
             let old = read::view(def, &record)?;
             check_preconditions(def, request, &old)?;
+            self.check_address_is_free(def, &old).await?;
             let expect = Expect::Revision(record.revision);
             let key = record.key.to_string();
             let (ops, object, gone) = match decide(def, request, &old)? {
@@ -106,6 +107,29 @@ impl Api {
             }
         }
         Err(stale(def, name))
+    }
+
+    /// An IPAddress is the claim of its Service: without it the address would be given out twice.
+    async fn check_address_is_free(&self, def: &ResourceDef, old: &Value) -> Result<(), ApiError> {
+        if def.kind != "IPAddress" || text(old, "/spec/parentRef/resource") != "services" {
+            return Ok(());
+        }
+        let (namespace, name) = (
+            text(old, "/spec/parentRef/namespace"),
+            text(old, "/spec/parentRef/name"),
+        );
+        let key = format!("core/services/{namespace}/{name}");
+        let Some(record) = self.store.get(&key).await.map_err(store_error)? else {
+            return Ok(());
+        };
+        let address = object::name(old);
+        let service = object::decode(&record)?;
+        let held = service["spec"]["clusterIPs"].as_array();
+        if held.is_some_and(|ips| ips.iter().any(|ip| ip == address)) {
+            let why = format!("it is the cluster IP of the Service {namespace}/{name}");
+            return Err(forbidden(def, address, &why));
+        }
+        Ok(())
     }
 
     /// Deletes what a list query selects and returns what was selected.

@@ -135,6 +135,24 @@ impl Api {
         self.store.revision().await.map_err(store_error)
     }
 
+    /// Whether the store takes writes.
+    ///
+    /// # Errors
+    /// 500 with what the last write failed on.
+    pub async fn health(&self) -> Result<(), ApiError> {
+        self.store.health().await.map_err(store_error)
+    }
+
+    /// Forgets history up to now: older watches and pages get 410.
+    ///
+    /// # Errors
+    /// As the store's.
+    pub async fn compact(&self) -> Result<u64, ApiError> {
+        let revision = self.revision().await?;
+        self.store.compact(revision).await.map_err(store_error)?;
+        Ok(revision)
+    }
+
     /// 504 of a revision that was not reached in time.
     pub(super) fn future(&self, requested: u64, current: u64) -> ApiError {
         store_error(StoreError::Future { requested, current })

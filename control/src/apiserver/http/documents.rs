@@ -46,7 +46,7 @@ pub(super) fn version() -> Answer {
 impl Documents {
     /// `/healthz`, `/livez` and `/readyz`: plain text, with `verbose` one line per check.
     pub(super) async fn health(&self, api: &Arc<Api>, check: &str, call: &Call) -> Response<Body> {
-        let store = api.revision().await;
+        let store = api.health().await;
         let checks = [("ping", None), ("store", store.err().map(|e| e.message))];
         let failed = checks.iter().any(|(_, error)| error.is_some());
         let mut text = String::new();

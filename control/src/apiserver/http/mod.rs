@@ -213,6 +213,11 @@ impl Server {
         if !call.identity.is_admin() && !readable {
             return Err(authn::forbidden_path(&call.identity, &verb, path));
         }
+        if route == Route::Compact && call.method == Method::POST {
+            let revision = self.api.compact().await?;
+            let answer = serde_json::json!({"compactedRevision": revision.to_string()});
+            return respond::value(200, Media::Json, &answer);
+        }
         if !matches!(call.method, Method::GET | Method::HEAD) {
             return Err(method_not_allowed());
         }
@@ -252,6 +257,7 @@ impl Server {
             Route::OpenApiV2 => self.documents.openapi_v2(&registry, &call),
             Route::OpenApiV3Index => self.documents.openapi_v3_index(&registry, &call),
             Route::OpenApiV3 { path } => self.documents.openapi_v3(&registry, &path, &call),
+            Route::Compact => Err(method_not_allowed()),
             _ => Err(no_such_path()),
         }
     }

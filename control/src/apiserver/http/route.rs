@@ -29,6 +29,8 @@ pub(super) enum Route {
         path: String,
     },
     Metrics,
+    /// `/debug/compact`: forget history, for operators and tests.
+    Compact,
     Resource(ResourcePath),
     Unknown,
 }
@@ -64,6 +66,7 @@ pub(super) fn parse(path: &str) -> Route {
             check: (*check).into(),
         },
         ["version"] => Route::Version,
+        ["debug", "compact"] => Route::Compact,
         ["metrics"] => Route::Metrics,
         ["api"] => Route::LegacyVersions,
         ["apis"] => Route::Groups,
