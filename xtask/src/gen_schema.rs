@@ -555,12 +555,14 @@ impl Writer<'_> {
     ) -> Result<()> {
         let pointer = field.go_type.starts_with('*');
         let kind = self.kind(package, &t.imports, field.go_type.trim_start_matches('*'))?;
+        let required = field.markers.get("required").is_some()
+            || (!field.inline && !field.omit && !field.optional);
         let mut flags = Vec::new();
         for (set, letter) in [
             (field.inline, "i"),
             (pointer, "p"),
             (field.omit, "o"),
-            (!field.inline && !field.omit && !field.optional, "r"),
+            (required, "r"),
         ] {
             if set {
                 flags.push(letter.to_owned());

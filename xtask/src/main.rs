@@ -6,6 +6,7 @@
 
 mod artifacts;
 mod cluster;
+mod gen_schema;
 mod image;
 mod install;
 mod repo;
@@ -100,6 +101,8 @@ enum Task {
     },
     /// Install what is missing for all tasks, and say what: Debian packages, eBPF toolchain, kubectl.
     Install,
+    /// Write the API server's table of Kubernetes types from their Go sources (developers only; needs Go).
+    GenSchema,
     /// Runs the programs of a cluster.
     #[command(hide = true)]
     Supervise { dir: PathBuf },
@@ -198,6 +201,11 @@ fn run(task: Task) -> Result<ExitCode> {
             if !install::ensure(&repo, &[Purpose::Ebpf, Purpose::Cluster, Purpose::Vm])? {
                 println!(" ✓ nothing is missing");
             }
+            true
+        }
+        Task::GenSchema => {
+            gen_schema::run(&repo.root.join("control/src/apiserver/schema/types.tsv"))?;
+            println!(" ✓ the schema table is written");
             true
         }
         Task::Supervise { .. } => true,

@@ -260,12 +260,15 @@ fn extensions(field: &Field, map: &mut Map<String, Value>) {
         }
         None => {}
     }
-    if field.atomic {
-        map.insert("x-kubernetes-map-type".into(), "atomic".into());
+    for (set, kind) in [(field.atomic, "atomic"), (field.granular, "granular")] {
+        if set {
+            map.insert("x-kubernetes-map-type".into(), kind.into());
+        }
     }
     let strategies: Vec<&str> = [
         (field.patch_merge, "merge"),
         (field.patch_retain_keys, "retainKeys"),
+        (field.patch_replace, "replace"),
     ]
     .into_iter()
     .filter_map(|(set, name)| set.then_some(name))

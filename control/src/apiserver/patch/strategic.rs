@@ -74,6 +74,9 @@ fn merge_member(
         }
         Value::Object(patch) => {
             let member = target.entry(key).or_insert(Value::Null);
+            if field.is_some_and(|f| f.patch_replace) {
+                *member = Value::Null;
+            }
             let inner = field.and_then(|f| object_type(&f.kind));
             merge_into(inner, member, patch)?;
         }

@@ -75,6 +75,10 @@ pub struct Field {
     pub list_type: Option<ListType>,
     /// Maps and structs: replaced as a whole by server-side apply.
     pub atomic: bool,
+    /// Owned field by field although its type is atomic elsewhere.
+    pub granular: bool,
+    /// Strategic merge patch replaces the value as a whole.
+    pub patch_replace: bool,
     /// Strategic merge patch merges this list by `merge_key`, or as a set where that is empty.
     pub patch_merge: bool,
     /// Strategic merge patch honours `$retainKeys` here.

@@ -96,6 +96,8 @@ fn parse_field(ids: &Ids, package: usize, columns: [&'static str; 4]) -> Option<
         required: false,
         list_type: None,
         atomic: false,
+        granular: false,
+        patch_replace: false,
         patch_merge: false,
         patch_retain_keys: false,
         merge_key: "",
@@ -109,8 +111,12 @@ fn parse_field(ids: &Ids, package: usize, columns: [&'static str; 4]) -> Option<
                 let keys = keys.strip_prefix("map:")?.split(',').collect();
                 field.list_type = Some(ListType::Map(keys));
             }
-            Some(("mt", kind)) => field.atomic = kind == "atomic",
+            Some(("mt", kind)) => {
+                field.atomic = kind == "atomic";
+                field.granular = kind == "granular";
+            }
             Some(("ps", strategy)) => {
+                field.patch_replace = strategy == "replace";
                 field.patch_merge = strategy.split(',').any(|s| s == "merge");
                 field.patch_retain_keys = strategy.split(',').any(|s| s == "retainKeys");
             }

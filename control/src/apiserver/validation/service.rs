@@ -120,21 +120,16 @@ fn ports(spec: &At<'_>) {
 fn external_address(at: &At<'_>) {
     match at.text().parse::<IpAddr>() {
         Err(_) => at.invalid("must be a valid IP address, (e.g. 10.9.8.7 or 2001:db8::ffff)"),
-        Ok(address) => endpoint_address(at, address, false),
+        Ok(address) => endpoint_address(at, address),
     }
-}
-
-/// The API server publishes its own address, which is a loopback one where it serves only its own machine.
-fn is_own_service(root: &At<'_>, name: &str) -> bool {
-    root.get("metadata").get("namespace").text() == "default" && name == "kubernetes"
 }
 
 /// Addresses that lead nowhere a client could want.
-fn endpoint_address(at: &At<'_>, address: IpAddr, own: bool) {
+fn endpoint_address(at: &At<'_>, address: IpAddr) {
     if address.is_unspecified() {
         at.invalid(format!("may not be unspecified ({address})"));
     }
-    if address.is_loopback() && !own {
+    if address.is_loopback() {
         at.invalid("may not be in the loopback range (127.0.0.0/8, ::1/128)");
     }
     let link_local = match address {
@@ -252,11 +247,6 @@ pub(super) fn endpoint_slice(root: &At<'_>) {
     let family = root.get("addressType");
     family.needed_one_of(&["FQDN", "IPv4", "IPv6"]);
     let endpoints = root.get("endpoints").items();
-    let service = root
-        .get("metadata")
-        .get("labels")
-        .get("kubernetes.io/service-name");
-    let own = is_own_service(root, service.text());
     if endpoints.len() > MAX_ENDPOINTS {
         root.get("endpoints").invalid_value(
             endpoints.len(),
@@ -275,7 +265,7 @@ pub(super) fn endpoint_slice(root: &At<'_>) {
             );
         }
         for address in addresses.items() {
-            slice_address(&address, family.text(), own);
+            slice_address(&address, family.text());
         }
         let host = endpoint.get("hostname");
         if !host.is_empty() {
@@ -285,10 +275,10 @@ pub(super) fn endpoint_slice(root: &At<'_>) {
     slice_ports(&root.get("ports"));
 }
 
-fn slice_address(at: &At<'_>, family: &str, own: bool) {
+fn slice_address(at: &At<'_>, family: &str) {
     match (family, at.text().parse::<IpAddr>()) {
         ("IPv4", Ok(address @ IpAddr::V4(_))) | ("IPv6", Ok(address @ IpAddr::V6(_))) => {
-            endpoint_address(at, address, own);
+            endpoint_address(at, address);
         }
         ("IPv4", _) => at.invalid("must be a valid IPv4 address"),
         ("IPv6", _) => at.invalid("must be a valid IPv6 address"),
@@ -322,18 +312,13 @@ pub(super) fn endpoint_slice_update(new: &At<'_>, old: &At<'_>) {
 }
 
 pub(super) fn endpoints(root: &At<'_>) {
-    let own = is_own_service(root, root.get("metadata").get("name").text());
     for subset in root.get("subsets").items() {
         if subset.get("addresses").is_empty() && subset.get("notReadyAddresses").is_empty() {
             subset.required("must specify `addresses` or `notReadyAddresses`");
         }
         for list in ["addresses", "notReadyAddresses"] {
             for address in subset.get(list).items() {
-                let at = address.get("ip");
-                match at.text().parse::<IpAddr>() {
-                    Ok(ip) => endpoint_address(&at, ip, own),
-                    Err(_) => external_address(&at),
-                }
+                external_address(&address.get("ip"));
             }
         }
         let ports = subset.get("ports").items();

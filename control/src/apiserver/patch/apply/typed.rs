@@ -39,6 +39,7 @@ impl Shape {
                 Some(ListType::Atomic) | None => Self::Leaf,
             },
             Kind::Object(_) | Kind::Map(_) if field.atomic => Self::Leaf,
+            Kind::Object(id) if field.granular => Self::Struct(schema().get(*id)),
             kind => Self::of_element(kind),
         }
     }
