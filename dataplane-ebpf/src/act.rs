@@ -12,10 +12,10 @@ use dataplane_common::packet::{Action, Decision, Translation};
 use dataplane_common::reason::{DropReason, Event};
 use dataplane_common::{V4, V6};
 
-use crate::maps::{count_event, drop_packet, host_ifindex, host_peer_and_uplink};
+use crate::PASS;
+use crate::maps::{call_refuse, count_event, drop_packet, host_ifindex, host_peer_and_uplink};
 use crate::packet::{Headers, Parsed, ifindex};
 use crate::rewrite::{Addresses, rewrite, write_macs};
-use crate::PASS;
 
 const AF_INET: u8 = 2;
 const AF_INET6: u8 = 10;
@@ -35,7 +35,7 @@ pub(crate) fn carry_out<A: Wire>(
     decision: &Decision<A>,
 ) -> i32 {
     if decision.action == Action::Drop {
-        return drop_packet(decision.reason);
+        return drop_or_refuse(context, decision.reason);
     }
     if decision.translation != Translation::None && !rewrite(context, parsed, decision) {
         return drop_packet(DropReason::RewriteFailed);
@@ -50,6 +50,16 @@ pub(crate) fn carry_out<A: Wire>(
         Action::Host => to_host(context, decision),
         Action::Network => to_network(context, parsed, decision),
     }
+}
+
+/// Counts the drop, and lets the sender know where it should.
+#[inline(always)]
+fn drop_or_refuse(context: &TcContext, reason: DropReason) -> i32 {
+    let verdict = drop_packet(reason);
+    if reason.is_refusal() {
+        call_refuse(context);
+    }
+    verdict
 }
 
 #[inline(always)]
@@ -93,11 +103,12 @@ fn to_network<A: Wire>(context: &TcContext, parsed: &Parsed<A>, decision: &Decis
     };
     let found = result == BPF_FIB_LKUP_RET_SUCCESS as i64;
     // Kernels before 5.12 do not name the link while the neighbour is unknown.
-    let unresolved = result == BPF_FIB_LKUP_RET_NO_NEIGH as i64 && lookup.ifindex != ifindex(context);
+    let unresolved =
+        result == BPF_FIB_LKUP_RET_NO_NEIGH as i64 && lookup.ifindex != ifindex(context);
     if found || unresolved {
         if lookup.ifindex == host_ifindex() {
             // Routed to the host link: an address of the service ranges, where nothing is served.
-            return drop_packet(DropReason::NoFrontend);
+            return drop_or_refuse(context, DropReason::NoFrontend);
         }
         let mut next_hop = A::next_hop(&lookup);
         count_event(Event::ToNetwork);

@@ -6,12 +6,14 @@
 mod act;
 mod maps;
 mod packet;
+mod refuse;
 mod rewrite;
 
 use aya_ebpf::macros::classifier;
 use aya_ebpf::programs::TcContext;
 use dataplane_common::path::{self, LinkAddress};
 use dataplane_common::reason::DropReason;
+use dataplane_common::refuse::Refuse;
 use dataplane_common::{V4, V6};
 
 use crate::act::Wire;
@@ -55,6 +57,26 @@ pub fn from_network(context: TcContext) -> i32 {
         IPV6 => run_from_network::<V6>(&context),
         _ => PASS,
     }
+}
+
+/// Tail of `from_pod`, reached for packets that are refused: the sender is answered in their place.
+#[classifier]
+#[inline(always)]
+pub fn refuse(context: TcContext) -> i32 {
+    match packet::ether_type(&context) {
+        IPV4 => run_refuse::<V4>(&context),
+        IPV6 => run_refuse::<V6>(&context),
+        _ => DROP,
+    }
+}
+
+#[inline(always)]
+fn run_refuse<A: Wire + Refuse>(context: &TcContext) -> i32 {
+    let parsed: Parsed<A> = packet::parse(context);
+    if !parsed.valid {
+        return DROP;
+    }
+    refuse::answer(context, &parsed)
 }
 
 #[inline(always)]

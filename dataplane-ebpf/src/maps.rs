@@ -3,7 +3,8 @@
 use aya_ebpf::bindings::{BPF_F_NO_PREALLOC, BPF_NOEXIST};
 use aya_ebpf::helpers::{bpf_get_prandom_u32, bpf_ktime_get_ns};
 use aya_ebpf::macros::map;
-use aya_ebpf::maps::{Array, HashMap, PerCpuArray};
+use aya_ebpf::maps::{Array, HashMap, PerCpuArray, ProgramArray};
+use aya_ebpf::programs::TcContext;
 use dataplane_common::layout::{
     Backend, Endpoint, Flow, FlowKey, Frontend, FrontendKey, Link, Node, SlotKey,
 };
@@ -21,6 +22,9 @@ const LINKS: u32 = 1_024;
 
 #[map(name = "links")]
 static LINK_TABLE: HashMap<u32, Link> = HashMap::pinned(LINKS, BPF_F_NO_PREALLOC);
+/// Programs that are called at the end of another: see [`dataplane_common::TAIL_REFUSE`].
+#[map(name = "tails")]
+static TAILS: ProgramArray = ProgramArray::pinned(8, 0);
 #[map(name = "drops")]
 static DROPS: PerCpuArray<u64> = PerCpuArray::pinned(64, 0);
 #[map(name = "events")]
@@ -160,12 +164,28 @@ macro_rules! family_maps {
 pub(crate) struct MapTables;
 
 family_maps!(
-    V4, v4, NODE = "node_v4", ENDPOINT = "endpoints_v4", FRONTEND = "frontends_v4", SLOT = "slots_v4",
-    BACKEND = "backends_v4", BACKEND_STATE = "states_v4", FLOW = "flows_v4", REPLY = "replies_v4"
+    V4,
+    v4,
+    NODE = "node_v4",
+    ENDPOINT = "endpoints_v4",
+    FRONTEND = "frontends_v4",
+    SLOT = "slots_v4",
+    BACKEND = "backends_v4",
+    BACKEND_STATE = "states_v4",
+    FLOW = "flows_v4",
+    REPLY = "replies_v4"
 );
 family_maps!(
-    V6, v6, NODE = "node_v6", ENDPOINT = "endpoints_v6", FRONTEND = "frontends_v6", SLOT = "slots_v6",
-    BACKEND = "backends_v6", BACKEND_STATE = "states_v6", FLOW = "flows_v6", REPLY = "replies_v6"
+    V6,
+    v6,
+    NODE = "node_v6",
+    ENDPOINT = "endpoints_v6",
+    FRONTEND = "frontends_v6",
+    SLOT = "slots_v6",
+    BACKEND = "backends_v6",
+    BACKEND_STATE = "states_v6",
+    FLOW = "flows_v6",
+    REPLY = "replies_v6"
 );
 
 /// What is known of the link with this index.
@@ -201,6 +221,13 @@ pub(crate) fn drop_packet(reason: DropReason) -> i32 {
         unsafe { *counter += 1 };
     }
     DROP
+}
+
+/// Goes on in the program that answers refused packets, and does not come back unless there is none.
+#[inline(always)]
+pub(crate) fn call_refuse(context: &TcContext) {
+    // SAFETY: the program is of the same type as its caller.
+    let _ = unsafe { TAILS.tail_call(context, dataplane_common::TAIL_REFUSE) };
 }
 
 #[inline(always)]

@@ -54,7 +54,7 @@ pub(crate) fn parse<A: Headers>(context: &TcContext) -> Parsed<A> {
 
 /// Reads a header of `T`'s size. `T` has no padding and takes any bytes.
 #[inline(always)]
-fn load<T: Copy>(context: &TcContext, offset: u32) -> Option<T> {
+pub(crate) fn load<T: Copy>(context: &TcContext, offset: u32) -> Option<T> {
     let mut header = MaybeUninit::<T>::uninit();
     // SAFETY: the helper writes all of `T`, or fails.
     let failed = unsafe {
@@ -87,7 +87,10 @@ fn read_ports<A>(context: &TcContext, parsed: &mut Parsed<A>) {
             return;
         };
         parsed.packet.tcp_flags = header[6].to_ne_bytes()[1];
-        PortHeader { source: header[0], destination: header[1] }
+        PortHeader {
+            source: header[0],
+            destination: header[1],
+        }
     } else {
         let Some(header) = load::<PortHeader>(context, parsed.transport) else {
             parsed.valid = false;
@@ -119,8 +122,14 @@ impl Headers for V4 {
     fn read(context: &TcContext) -> Parsed<Self> {
         const MORE_OR_OFFSET: u16 = 0x3fff;
         const OFFSET: u16 = 0x1fff;
-        let mut parsed = Parsed { packet: Packet::default(), transport: 0, valid: false };
-        let Some(header) = load::<Ipv4Header>(context, ETHERNET_HEADER) else { return parsed };
+        let mut parsed = Parsed {
+            packet: Packet::default(),
+            transport: 0,
+            valid: false,
+        };
+        let Some(header) = load::<Ipv4Header>(context, ETHERNET_HEADER) else {
+            return parsed;
+        };
         let length = ((header.version_length & 0x0f) as u32) * 4;
         if length < 20 {
             return parsed;
@@ -169,8 +178,14 @@ impl Headers for V6 {
         const FRAGMENT_HEADER: u8 = 44;
         const DESTINATION: u8 = 60;
         const OFFSET: u16 = 0xfff8;
-        let mut parsed = Parsed { packet: Packet::default(), transport: 0, valid: false };
-        let Some(header) = load::<Ipv6Header>(context, ETHERNET_HEADER) else { return parsed };
+        let mut parsed = Parsed {
+            packet: Packet::default(),
+            transport: 0,
+            valid: false,
+        };
+        let Some(header) = load::<Ipv6Header>(context, ETHERNET_HEADER) else {
+            return parsed;
+        };
         parsed.packet.source = header.source;
         parsed.packet.destination = header.destination;
         let mut protocol = header.next_header;
@@ -180,7 +195,9 @@ impl Headers for V6 {
         while count < MAX_EXTENSION_HEADERS {
             count += 1;
             if protocol == FRAGMENT_HEADER {
-                let Some(extension) = load::<ExtensionHeader>(context, offset) else { return parsed };
+                let Some(extension) = load::<ExtensionHeader>(context, offset) else {
+                    return parsed;
+                };
                 parsed.packet.flags |= FRAGMENT;
                 first = u16::from_be(extension.fragment) & OFFSET == 0;
                 protocol = extension.next_header;
@@ -189,7 +206,9 @@ impl Headers for V6 {
                     break;
                 }
             } else if protocol == HOP_BY_HOP || protocol == ROUTING || protocol == DESTINATION {
-                let Some(extension) = load::<ExtensionHeader>(context, offset) else { return parsed };
+                let Some(extension) = load::<ExtensionHeader>(context, offset) else {
+                    return parsed;
+                };
                 protocol = extension.next_header;
                 offset += (extension.length as u32 + 1) * 8;
             } else {

@@ -1,6 +1,6 @@
 //! Writing a decision's addresses and ports into the packet, checksums included.
 
-use aya_ebpf::bindings::{BPF_F_MARK_MANGLED_0, BPF_F_PSEUDO_HDR, BPF_F_RECOMPUTE_CSUM, __sk_buff};
+use aya_ebpf::bindings::{__sk_buff, BPF_F_MARK_MANGLED_0, BPF_F_PSEUDO_HDR, BPF_F_RECOMPUTE_CSUM};
 use aya_ebpf::helpers::{bpf_l3_csum_replace, bpf_l4_csum_replace, bpf_skb_store_bytes};
 use aya_ebpf::programs::TcContext;
 use dataplane_common::address::TCP;
@@ -13,7 +13,12 @@ use crate::packet::{ETHERNET_HEADER, Parsed};
 /// Families whose addresses can be written.
 pub(crate) trait Addresses: Family {
     /// Writes both addresses, and what depends on them alone.
-    fn write(skb: *mut __sk_buff, from: (&Self, &Self), to: (&Self, &Self), difference: u32) -> bool;
+    fn write(
+        skb: *mut __sk_buff,
+        from: (&Self, &Self),
+        to: (&Self, &Self),
+        difference: u32,
+    ) -> bool;
 }
 
 /// Rewrites the packet as decided. False when the kernel refused a part: the packet is not fit to travel.
@@ -42,7 +47,13 @@ pub(crate) fn rewrite<A: Addresses>(
     };
     // SAFETY: the helpers check the offsets against the packet. A size of zero says that the value is a difference.
     unsafe {
-        bpf_l4_csum_replace(skb, at, 0, addresses as u64, flags | BPF_F_PSEUDO_HDR as u64) == 0
+        bpf_l4_csum_replace(
+            skb,
+            at,
+            0,
+            addresses as u64,
+            flags | BPF_F_PSEUDO_HDR as u64,
+        ) == 0
             && (from == to
                 || (bpf_l4_csum_replace(skb, at, 0, ports as u64, flags) == 0
                     && store(skb, parsed.transport, &[to.0.0, to.1.0], 0)))
@@ -57,16 +68,27 @@ pub(crate) fn write_macs(context: &TcContext, destination: &[u8; 6], source: &[u
 }
 
 #[inline(always)]
-fn store<T: Copy>(skb: *mut __sk_buff, offset: u32, value: &T, flags: u64) -> bool {
+pub(crate) fn store<T: Copy>(skb: *mut __sk_buff, offset: u32, value: &T, flags: u64) -> bool {
     // SAFETY: `value` is readable for its size; the helper checks the offset.
     unsafe {
-        bpf_skb_store_bytes(skb, offset, core::ptr::from_ref(value).cast(), size_of::<T>() as u32, flags) == 0
+        bpf_skb_store_bytes(
+            skb,
+            offset,
+            core::ptr::from_ref(value).cast(),
+            size_of::<T>() as u32,
+            flags,
+        ) == 0
     }
 }
 
 impl Addresses for V4 {
     #[inline(always)]
-    fn write(skb: *mut __sk_buff, _from: (&Self, &Self), to: (&Self, &Self), difference: u32) -> bool {
+    fn write(
+        skb: *mut __sk_buff,
+        _from: (&Self, &Self),
+        to: (&Self, &Self),
+        difference: u32,
+    ) -> bool {
         const CHECKSUM: u32 = ETHERNET_HEADER + 10;
         const SOURCE: u32 = ETHERNET_HEADER + 12;
         let both = [*to.0, *to.1];
@@ -78,7 +100,12 @@ impl Addresses for V4 {
 
 impl Addresses for V6 {
     #[inline(always)]
-    fn write(skb: *mut __sk_buff, _from: (&Self, &Self), to: (&Self, &Self), _difference: u32) -> bool {
+    fn write(
+        skb: *mut __sk_buff,
+        _from: (&Self, &Self),
+        to: (&Self, &Self),
+        _difference: u32,
+    ) -> bool {
         const SOURCE: u32 = ETHERNET_HEADER + 8;
         let both = [*to.0, *to.1];
         // There is no header checksum that outweighs the change, so a sum over the whole packet that the device gave

@@ -289,3 +289,65 @@ fn two_services_with_one_backend_may_share_a_client_port() {
         Ok(())
     });
 }
+
+#[test]
+fn services_without_backends_and_unknown_ports_refuse_at_once() {
+    cluster(|c| {
+        let refused = |error: &anyhow::Error| {
+            error
+                .chain()
+                .filter_map(|cause| cause.downcast_ref::<std::io::Error>())
+                .any(|error| error.kind() == std::io::ErrorKind::ConnectionRefused)
+        };
+        for vip in VIPS {
+            c.nodes.serve(vip, &[])?;
+            let unknown = SocketAddr::new(vip.parse()?, 81);
+            for to in [port_80(vip), unknown] {
+                for (from, name) in [(&c.a.netns, "pod"), (&c.nodes.nodes[0].netns, "node")] {
+                    for (protocol, result) in
+                        [("TCP", tcp(from, to, b"x")), ("UDP", udp(from, to, b"x"))]
+                    {
+                        let error = result.err().with_context(|| format!("{to} answered"))?;
+                        ensure!(
+                            refused(&error),
+                            "{protocol} from a {name} to {to}: {error:#}"
+                        );
+                    }
+                }
+            }
+        }
+        Ok(())
+    });
+}
+
+#[test]
+fn connections_to_a_backend_that_vanished_are_reset() {
+    cluster(|c| {
+        use std::io::{Read, Write};
+        for vip in VIPS {
+            let backend = if vip.contains(':') {
+                c.far.v6.clone()
+            } else {
+                c.far.v4.clone()
+            };
+            c.nodes.serve(vip, &[&backend])?;
+            let mut stream = inside(&c.a.netns, || {
+                Ok(std::net::TcpStream::connect(port_80(vip))?)
+            })?;
+            stream.set_read_timeout(Some(std::time::Duration::from_secs(3)))?;
+            let mut greeting = [0; 1024];
+            ensure!(stream.read(&mut greeting)? > 0);
+            c.nodes.serve(vip, &[])?;
+            stream.write_all(b"anybody there?")?;
+            let error = stream
+                .read(&mut greeting)
+                .err()
+                .context("somebody answered")?;
+            ensure!(
+                error.kind() == std::io::ErrorKind::ConnectionReset,
+                "{error}"
+            );
+        }
+        Ok(())
+    });
+}

@@ -9,10 +9,11 @@ use std::net::IpAddr;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use aya::maps::ProgramArray;
 use aya::programs::{SchedClassifier, TestRun as _, TestRunOptions};
 use aya::{Ebpf, EbpfLoader};
 use dataplane_common::layout::{ENDPOINT_NODE, Endpoint, Link, Node};
-use dataplane_common::{HOST_SNAT_V4, HOST_SNAT_V6, V4, V6};
+use dataplane_common::{HOST_SNAT_V4, HOST_SNAT_V6, TAIL_REFUSE, V4, V6};
 
 use super::services::{Wire, open};
 use super::table::{Plain, Table};
@@ -30,10 +31,12 @@ pub enum Program {
     FromPod,
     ToPod,
     FromNetwork,
+    /// On no hook: the end of another program, for packets that are refused.
+    Refuse,
 }
 
 impl Program {
-    pub const ALL: [Self; 3] = [Self::FromPod, Self::ToPod, Self::FromNetwork];
+    pub const ALL: [Self; 4] = [Self::FromPod, Self::ToPod, Self::FromNetwork, Self::Refuse];
 
     /// Name in the object, in pins and in `bpftool prog`.
     #[must_use]
@@ -42,6 +45,7 @@ impl Program {
             Self::FromPod => "from_pod",
             Self::ToPod => "to_pod",
             Self::FromNetwork => "from_network",
+            Self::Refuse => "refuse",
         }
     }
 
@@ -126,6 +130,7 @@ impl Programs {
             ebpf,
             pins,
         };
+        programs.set_tails()?;
         programs.pin_programs()?;
         programs.adopt_links();
         Ok(programs)
@@ -190,6 +195,23 @@ impl Programs {
             counts.insert(program.name(), count.unwrap_or(0));
         }
         counts
+    }
+
+    /// Enters the programs that others end in. Those of an earlier agent are replaced one by one, without a gap.
+    fn set_tails(&mut self) -> Result<(), KernelError> {
+        let failed = |source| KernelError::Program {
+            program: Program::Refuse.name(),
+            source,
+        };
+        let program = classifier(&mut self.ebpf, Program::Refuse).map_err(|e| failed(e.into()))?;
+        let fd = program.fd().map_err(|e| failed(e.into()))?;
+        let fd = fd.try_clone().map_err(|e| failed(e.into()))?;
+        let map = self
+            .ebpf
+            .map_mut("tails")
+            .ok_or_else(|| failed("the object has no map tails".into()))?;
+        let mut tails = ProgramArray::try_from(map).map_err(|e| failed(e.into()))?;
+        tails.set(TAIL_REFUSE, &fd, 0).map_err(|e| failed(e.into()))
     }
 
     /// Pins the programs for tools; links keep them alive by themselves.

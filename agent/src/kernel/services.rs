@@ -237,6 +237,51 @@ where
 
     fn carry_out(&self, operation: &Operation) -> Result<(), KernelError> {
         let (map, result) = match operation {
+            Operation::PutBackend { .. } | Operation::EndBackend { .. } => {
+                (self.backends.name, self.change_backend(operation))
+            }
+            Operation::SetUse { id, usage, .. } => {
+                let kind = match usage {
+                    BackendUse::Active => backend_state::ACTIVE,
+                    BackendUse::Draining => backend_state::DRAINING,
+                };
+                let change = |word| backend_state::with_kind(word, kind);
+                (self.states.name, self.set_state(*id, change))
+            }
+            Operation::PutSlot {
+                service_id,
+                index,
+                backend_id,
+                ..
+            } => {
+                let key = SlotKey {
+                    service_id: *service_id,
+                    index: *index,
+                };
+                (self.slots.name, self.slots.put(&key, backend_id))
+            }
+            Operation::RemoveSlot {
+                service_id, index, ..
+            } => {
+                let key = SlotKey {
+                    service_id: *service_id,
+                    index: *index,
+                };
+                (self.slots.name, self.slots.remove(&key).map(drop))
+            }
+            Operation::PutFrontend { .. } | Operation::RemoveFrontend { .. } => {
+                (self.frontends.name, self.change_frontend(operation))
+            }
+        };
+        result.map_err(|source| KernelError::Map {
+            attempted: "change",
+            map,
+            source,
+        })
+    }
+
+    fn change_backend(&self, operation: &Operation) -> io::Result<()> {
+        match operation {
             Operation::PutBackend {
                 id,
                 address,
@@ -256,30 +301,19 @@ where
                     flags,
                     service_id: *service_id,
                 };
-                (self.backends.name, self.backends.put(id, &backend))
+                self.backends.put(id, &backend)
             }
-            Operation::SetUse { id, usage, .. } => {
-                let kind = match usage {
-                    BackendUse::Active => backend_state::ACTIVE,
-                    BackendUse::Draining => backend_state::DRAINING,
-                };
-                (
-                    self.states.name,
-                    self.set_state(*id, |word| backend_state::with_kind(word, kind)),
-                )
+            // The state first: from that moment every flow of this backend is recognised as gone.
+            Operation::EndBackend { id, .. } => {
+                self.set_state(*id, backend_state::ended)?;
+                self.backends.remove(id).map(drop)
             }
-            Operation::PutSlot {
-                service_id,
-                index,
-                backend_id,
-                ..
-            } => {
-                let key = SlotKey {
-                    service_id: *service_id,
-                    index: *index,
-                };
-                (self.slots.name, self.slots.put(&key, backend_id))
-            }
+            _ => Ok(()),
+        }
+    }
+
+    fn change_frontend(&self, operation: &Operation) -> io::Result<()> {
+        match operation {
             Operation::PutFrontend {
                 frontend,
                 service_id,
@@ -297,35 +331,16 @@ where
                     affinity_s: *affinity_s,
                     ..FrontendValue::default()
                 };
-                (self.frontends.name, self.frontends.put(&key, &value))
+                self.frontends.put(&key, &value)
             }
             Operation::RemoveFrontend { frontend } => {
                 let Some(key) = frontend_key(frontend) else {
                     return Ok(());
                 };
-                (self.frontends.name, self.frontends.remove(&key).map(drop))
+                self.frontends.remove(&key).map(drop)
             }
-            Operation::RemoveSlot {
-                service_id, index, ..
-            } => {
-                let key = SlotKey {
-                    service_id: *service_id,
-                    index: *index,
-                };
-                (self.slots.name, self.slots.remove(&key).map(drop))
-            }
-            // The state first: from that moment every flow of this backend is recognised as gone.
-            Operation::EndBackend { id, .. } => (
-                self.backends.name,
-                self.set_state(*id, backend_state::ended)
-                    .and_then(|()| self.backends.remove(id).map(drop)),
-            ),
-        };
-        result.map_err(|source| KernelError::Map {
-            attempted: "change",
-            map,
-            source,
-        })
+            _ => Ok(()),
+        }
     }
 
     fn set_state(&self, id: u32, change: impl Fn(u32) -> u32) -> io::Result<()> {

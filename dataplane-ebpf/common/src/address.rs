@@ -95,7 +95,7 @@ impl Family for V4 {
     fn is_link_scope(&self) -> bool {
         let address = u32::from_be(self.0);
         // 169.254/16, 224/4 and 240/4 (with the broadcast address), 0/8.
-        address & 0xffff_0000 == 0xa9fe_0000 || address >= 0xe000_0000 || address < 0x0100_0000
+        address & 0xffff_0000 == 0xa9fe_0000 || !(0x0100_0000..0xe000_0000).contains(&address)
     }
 }
 

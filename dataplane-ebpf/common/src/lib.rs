@@ -14,6 +14,7 @@ pub mod layout;
 pub mod packet;
 pub mod path;
 pub mod reason;
+pub mod refuse;
 mod service;
 pub mod tables;
 
@@ -40,5 +41,8 @@ pub const SNAT_PORT_FIRST: u16 = 61_000;
 /// How many ports follow [`SNAT_PORT_FIRST`], itself included.
 pub const SNAT_PORT_COUNT: u16 = 4_536;
 
+/// Place of the program that answers refused packets among those that are called at the end of another.
+pub const TAIL_REFUSE: u32 = 0;
+
 /// How many source ports a new flow tries before it is dropped (`source_ports_exhausted`).
-pub const MAX_PORT_ATTEMPTS: u32 = 12;
+pub const MAX_PORT_ATTEMPTS: u32 = 8;

@@ -56,6 +56,15 @@ numbered! {
     }
 }
 
+impl DropReason {
+    /// The sender is told: it asked for a service that nobody serves.
+    #[inline(always)]
+    #[must_use]
+    pub const fn is_refusal(self) -> bool {
+        matches!(self, Self::NoBackend | Self::NoFrontend)
+    }
+}
+
 numbered! {
     /// What happened to packets and flows that were not dropped.
     Event {
@@ -72,5 +81,7 @@ numbered! {
         SourcePortChanged = "source_port_changed",
         /// Half a flow was found, and removed or completed.
         FlowHealed = "flow_healed",
+        /// A dropped packet was answered with a reset or a port unreachable message.
+        Refused = "refused",
     }
 }

@@ -244,3 +244,30 @@ fn pseudo_sum(source: IpAddr, destination: IpAddr, protocol: u8, transport: &[u8
     let length = u32::try_from(transport.len()).unwrap_or(0);
     fold(addresses + u32::from(protocol) + length + sum(transport))
 }
+
+/// What a port unreachable message quotes, after a check of its headers and checksums.
+///
+/// # Errors
+/// Says what is wrong with the message.
+pub fn quoted_by_icmp(bytes: &[u8]) -> Result<&[u8]> {
+    let is_v4 = bytes.get(12..ETHERNET).context("an Ethernet header")? == [0x08, 0x00];
+    let (source, destination, protocol, message) = if is_v4 {
+        read_ipv4(&bytes[ETHERNET..])?
+    } else {
+        read_ipv6(&bytes[ETHERNET..])?
+    };
+    ensure!(message.len() > 8, "a message of {} bytes", message.len());
+    let (want_protocol, want_type) = if is_v4 { (1, [3, 3]) } else { (58, [1, 4]) };
+    ensure!(
+        protocol == want_protocol && message[..2] == want_type,
+        "{protocol} {:?}",
+        &message[..2]
+    );
+    let sum = if is_v4 {
+        fold(sum(message))
+    } else {
+        pseudo_sum(source, destination, protocol, message)
+    };
+    ensure!(sum == 0, "the ICMP checksum is off by {sum:#06x}");
+    Ok(&message[8..])
+}

@@ -259,8 +259,8 @@ impl Programs {
     fn attach_filter(&mut self, program: Program, name: &str) -> Result<(), Cause> {
         match tc::qdisc_add_clsact(name) {
             Ok(()) | Err(tc::TcError::AlreadyAttached) => {}
-            Err(tc::TcError::NetlinkError(error))
-                if error.raw_os_error() == Some(libc::EEXIST) => {}
+            Err(tc::TcError::NetlinkError(error)) if error.raw_os_error() == Some(libc::EEXIST) => {
+            }
             Err(error) => return Err(error.into()),
         }
         let direction = direction(program);
@@ -290,7 +290,7 @@ impl Programs {
 
 fn direction(program: Program) -> TcAttachType {
     match program {
-        Program::FromPod | Program::FromNetwork => TcAttachType::Ingress,
+        Program::FromPod | Program::FromNetwork | Program::Refuse => TcAttachType::Ingress,
         Program::ToPod => TcAttachType::Egress,
     }
 }

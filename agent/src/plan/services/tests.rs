@@ -13,7 +13,7 @@ fn backend(number: u8, draining: bool) -> WantedBackend {
     WantedBackend {
         address: IpAddr::from([10, 244, 0, number]),
         port: 8080,
-        local: number % 2 == 0,
+        local: number.is_multiple_of(2),
         draining,
     }
 }

@@ -13,7 +13,7 @@ fn sum(words: &[u8]) -> u16 {
     while sum > 0xffff {
         sum = (sum & 0xffff) + (sum >> 16);
     }
-    !(sum as u16)
+    !u16::try_from(sum).expect("folded")
 }
 
 /// Zero and all ones are the same number in one's complement.
