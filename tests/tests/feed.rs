@@ -224,3 +224,20 @@ async fn a_node_boots_into_what_it_knew() {
     .await;
     stop.cancel();
 }
+
+/// What concerns no node counts as applied by all of them: whoever waits for a revision need not know what it was.
+#[tokio::test(flavor = "multi_thread")]
+async fn revisions_that_concern_nobody_are_applied_as_well() {
+    let control = control().await;
+    let stop = CancellationToken::new();
+    let serving = control.serve("127.0.0.1:0".parse().unwrap()).await;
+    let agent = control.agent(serving.address, &stop);
+    let update = until(&mut agent.updates(), |u| has(u, "kubernetes")).await;
+    agent.ack(update.state.revision, None);
+    let lease = json!({"apiVersion": "coordination.k8s.io/v1", "kind": "Lease",
+        "metadata": {"name": "some", "namespace": "default"}, "spec": {}});
+    let made = control.client.create(resources::LEASES, "default", lease).await.unwrap();
+    let wait = serving.status.wait_all_applied(revision(&made));
+    tokio::time::timeout(PATIENCE, wait).await.unwrap();
+    stop.cancel();
+}

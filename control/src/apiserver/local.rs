@@ -3,6 +3,7 @@
 use std::borrow::Cow;
 use std::collections::BTreeSet;
 use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
 
 use async_trait::async_trait;
 use serde_json::{Value, json};
@@ -226,15 +227,29 @@ fn interned(text: &Text) -> &'static str {
     }
 }
 
+/// How often a watch of a quiet resource tells how far the store has come.
+const PROGRESS_INTERVAL: Duration = Duration::from_secs(1);
+
 async fn pump(
     def: Arc<ResourceDef>,
     mut watch: Box<dyn crate::store::Watch>,
     sender: mpsc::Sender<WatchEvent>,
 ) {
+    let mut progress = tokio::time::interval(PROGRESS_INTERVAL);
+    progress.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
+    let mut told = 0;
     loop {
         let events = tokio::select! {
             events = watch.next() => events,
             () = sender.closed() => return,
+            _ = progress.tick() => {
+                let reached = watch.progress();
+                // A reader with a full queue is behind anyway.
+                if reached > told && sender.try_send(bookmark(reached)).is_ok() {
+                    told = reached;
+                }
+                continue;
+            }
         };
         let events = match events {
             Ok(events) => events,
@@ -248,6 +263,7 @@ async fn pump(
         for event in events {
             match translate(&def, &event) {
                 Ok(event) => {
+                    told = event.revision;
                     if sender.send(event).await.is_err() {
                         return;
                     }
@@ -258,6 +274,16 @@ async fn pump(
                 }
             }
         }
+    }
+}
+
+/// Nothing older than `revision` is still to come.
+fn bookmark(revision: u64) -> WatchEvent {
+    WatchEvent {
+        kind: EventKind::Bookmark,
+        object: Arc::new(Value::Null),
+        revision,
+        committed_at_us: 0,
     }
 }
 

@@ -207,8 +207,14 @@ impl Hub {
 
     /// Takes the news that nothing older than `revision` is still to come for this kind.
     pub(super) fn bookmark(&self, kind: Kind, revision: u64) {
-        self.lock().advance(kind, revision);
-        self.wake();
+        let mut inner = self.lock();
+        let before = (inner.synced, inner.head_revision);
+        inner.advance(kind, revision);
+        let changed = before != (inner.synced, inner.head_revision);
+        drop(inner);
+        if changed {
+            self.wake();
+        }
     }
 
     pub(super) fn is_synced(&self) -> bool {
