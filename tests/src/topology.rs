@@ -199,3 +199,27 @@ pub fn ip(arguments: &[&str]) -> Result<String> {
     }
     Ok(String::from_utf8_lossy(&output.stdout).into_owned())
 }
+
+/// A number that no link of this process has yet.
+pub fn next_number() -> u32 {
+    NEXT.fetch_add(1, Ordering::Relaxed)
+}
+
+/// Deletes namespaces that runs left which were killed before they could clean up.
+///
+/// # Errors
+/// When namespaces cannot be listed.
+pub fn sweep() -> Result<()> {
+    for line in ip(&["netns", "list"])?.lines() {
+        let name = line.split_whitespace().next().unwrap_or_default();
+        let maker = name
+            .strip_prefix(PREFIX)
+            .and_then(|rest| rest.split('-').next()?.parse::<u32>().ok());
+        if let Some(pid) = maker
+            && !PathBuf::from(format!("/proc/{pid}")).exists()
+        {
+            ip(&["netns", "del", name])?;
+        }
+    }
+    Ok(())
+}

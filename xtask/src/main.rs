@@ -5,6 +5,7 @@
 )]
 
 mod artifacts;
+mod cases;
 mod cluster;
 mod gen_schema;
 mod image;
@@ -77,6 +78,8 @@ enum Task {
         #[arg(value_enum, value_name = "TIER")]
         tiers: Vec<test::Tier>,
     },
+    /// Run a folder of case files: one line per case, then `N passed, N failed, N skipped`.
+    Cases(cases::Cases),
     /// Boot Debian kernels under QEMU and load, attach and try every eBPF program there.
     Vm {
         /// Only this kernel; repeatable.
@@ -180,6 +183,7 @@ fn run(task: Task) -> Result<ExitCode> {
             return Ok(exit_code(status));
         }
         Task::Test { tiers } => test::run(&repo, &tiers)?,
+        Task::Cases(which) => cases::run(&repo, &which)?,
         Task::Vm { kernel } => {
             let counts = vm::run(&repo, &kernel)?;
             println!("{counts}");

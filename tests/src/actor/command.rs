@@ -70,6 +70,8 @@ pub struct Probe {
     pub fragments: Option<Fragments>,
     /// Keeps the sockets under this name.
     pub keep: Option<String>,
+    /// Gives up after this many attempts in a row without a reply; zero never does.
+    pub give_up_after: usize,
     pub token: u64,
 }
 

@@ -53,12 +53,25 @@ pub(super) fn probe(probe: &Probe) -> (Vec<Attempt>, Vec<Conn>) {
             let socket = attempts.len();
             let (attempt, conn) = one(probe, source);
             attempts.push(Attempt { socket, ..attempt });
+            if hopeless(probe, &attempts) {
+                return (attempts, kept);
+            }
             if probe.keep.is_some() {
                 kept.extend(conn);
             }
         }
     }
     (attempts, kept)
+}
+
+/// Nothing answers: the rest of a long probe would only take time.
+fn hopeless(probe: &Probe, attempts: &[Attempt]) -> bool {
+    let limit = probe.give_up_after;
+    limit > 0
+        && attempts.len() >= limit
+        && attempts[attempts.len() - limit..]
+            .iter()
+            .all(|a| a.outcome != Outcome::Reply)
 }
 
 fn one(probe: &Probe, source: Option<IpAddr>) -> (Attempt, Option<Conn>) {

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
-use weir_tests::cases::{api, dns};
+use weir_tests::cases::{api, dns, service};
 
 /// Runs a folder of case files: one line per case, then `N passed, N failed, N skipped`.
 #[derive(Debug, Parser)]
@@ -47,6 +47,26 @@ enum Kind {
         #[arg(long)]
         only: Option<String>,
     },
+    /// Service and routing cases: agents, CNI plugin and sockets on network namespaces (root).
+    Service {
+        /// Folder of case files.
+        dir: PathBuf,
+        /// Run only cases whose file name contains this.
+        #[arg(long)]
+        only: Option<String>,
+        /// The weir-agent binary.
+        #[arg(long)]
+        agent: PathBuf,
+        /// The weir-cni binary.
+        #[arg(long)]
+        cni: PathBuf,
+        /// Also run cases that take half a minute or more.
+        #[arg(long)]
+        slow: bool,
+    },
+    /// Serves and probes on command inside a network namespace (the runner starts it).
+    #[command(hide = true)]
+    Actor,
 }
 
 fn main() -> anyhow::Result<ExitCode> {
@@ -71,6 +91,26 @@ fn main() -> anyhow::Result<ExitCode> {
                 slow,
             };
             api::run_folder(&options, print)?
+        }
+        Kind::Service {
+            dir,
+            only,
+            agent,
+            cni,
+            slow,
+        } => {
+            let binaries = service::Binaries { agent, cni };
+            let options = service::Options {
+                folder: dir,
+                only,
+                binaries,
+                slow,
+            };
+            service::run_folder(&options, print)?
+        }
+        Kind::Actor => {
+            weir_tests::actor::run(std::io::stdin().lock(), std::io::stdout())?;
+            return Ok(ExitCode::SUCCESS);
         }
         Kind::Dns { dir, only } => dns::run_folder(&dns::Options { folder: dir, only }, print)?,
     };

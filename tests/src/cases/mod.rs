@@ -2,6 +2,7 @@
 
 pub mod api;
 pub mod dns;
+pub mod service;
 
 use std::path::{Path, PathBuf};
 

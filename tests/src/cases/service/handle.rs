@@ -1,0 +1,114 @@
+//! The runner's end of an actor: starts it inside a namespace and speaks its protocol.
+
+use std::collections::HashMap;
+use std::io::{BufRead, BufReader, Write};
+use std::process::{Child, ChildStdin, Stdio};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::mpsc::{Sender, channel};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use anyhow::{Context, Result, bail};
+
+use crate::actor::command::{Attempt, Command, Numbered, Reply};
+use crate::actor::lock;
+use crate::topology::Namespace;
+
+/// No command takes longer than this on top of what its own limits allow.
+const SLACK: Duration = Duration::from_secs(60);
+
+type Waiting = Arc<Mutex<HashMap<u64, Sender<Reply>>>>;
+
+/// A running actor; ends with the value.
+#[derive(Debug)]
+pub(super) struct Handle {
+    child: Child,
+    stdin: Mutex<Option<ChildStdin>>,
+    waiting: Waiting,
+    next: AtomicU64,
+}
+
+impl Handle {
+    /// Starts this program as an actor inside the namespace.
+    ///
+    /// # Errors
+    /// When it cannot be started.
+    pub(super) fn start(namespace: &Namespace) -> Result<Self> {
+        let program = std::env::current_exe()?;
+        let mut child = namespace
+            .command(&program.display().to_string())
+            .arg("actor")
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()
+            .context("start an actor")?;
+        let stdin = child.stdin.take();
+        let stdout = child.stdout.take().context("an actor without output")?;
+        let waiting: Waiting = Arc::default();
+        let answers = Arc::clone(&waiting);
+        std::thread::spawn(move || {
+            for line in BufReader::new(stdout)
+                .lines()
+                .map_while(std::io::Result::ok)
+            {
+                if let Ok(reply) = serde_json::from_str::<Numbered<Reply>>(&line)
+                    && let Some(sender) = lock(&answers).remove(&reply.id)
+                {
+                    // Nobody waits any more: the step timed out and said so.
+                    let _late = sender.send(reply.body);
+                }
+            }
+            lock(&answers).clear();
+        });
+        Ok(Self {
+            child,
+            stdin: Mutex::new(stdin),
+            waiting,
+            next: AtomicU64::new(1),
+        })
+    }
+
+    /// Sends a command and waits for its reply, at most `limit` plus slack.
+    ///
+    /// # Errors
+    /// When the actor is gone, too late, or says that it failed.
+    pub(super) fn call(&self, command: Command, limit: Duration) -> Result<Reply> {
+        let id = self.next.fetch_add(1, Ordering::Relaxed);
+        let (sender, receiver) = channel();
+        lock(&self.waiting).insert(id, sender);
+        let mut line = serde_json::to_vec(&Numbered { id, body: command })?;
+        line.push(b'\n');
+        match lock(&self.stdin).as_mut() {
+            Some(stdin) => stdin
+                .write_all(&line)
+                .and_then(|()| stdin.flush())
+                .context("speak to an actor")?,
+            None => bail!("the actor was stopped"),
+        }
+        match receiver.recv_timeout(limit + SLACK) {
+            Ok(Reply::Failed(why)) => bail!("actor: {why}"),
+            Ok(reply) => Ok(reply),
+            Err(e) => bail!("no reply of an actor: {e}"),
+        }
+    }
+
+    /// A command whose reply holds attempts.
+    ///
+    /// # Errors
+    /// As [`Handle::call`].
+    pub(super) fn attempts(&self, command: Command, limit: Duration) -> Result<Vec<Attempt>> {
+        match self.call(command, limit)? {
+            Reply::Attempts(attempts) => Ok(attempts),
+            other => bail!("unexpected reply {other:?}"),
+        }
+    }
+}
+
+impl Drop for Handle {
+    fn drop(&mut self) {
+        drop(lock(&self.stdin).take());
+        // It may have ended with its input already; either way it is ours and reaped here.
+        let _ended = self.child.kill();
+        let _reaped = self.child.wait();
+    }
+}

@@ -1,0 +1,385 @@
+//! A case file as values: nodes, pods, externals, segments, and the addresses they have. Pure.
+
+use std::collections::BTreeMap;
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
+
+use serde::Deserialize;
+use serde_json::Value;
+
+use crate::actor::command::Protocol;
+
+fn lan() -> String {
+    "lan".into()
+}
+fn default_namespace() -> String {
+    "default".into()
+}
+fn n1() -> String {
+    "n1".into()
+}
+fn yes() -> bool {
+    true
+}
+fn tcp() -> Transport {
+    Transport::Tcp
+}
+fn settle() -> f64 {
+    3.0
+}
+fn one_node() -> Vec<NodeSpec> {
+    vec![NodeSpec {
+        name: n1(),
+        segment: lan(),
+        zone: None,
+        ips: None,
+        also: vec![],
+        pod_cidrs: None,
+        joined: true,
+    }]
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
+pub(super) enum Transport {
+    #[serde(rename = "TCP")]
+    Tcp,
+    #[serde(rename = "UDP")]
+    Udp,
+    #[serde(rename = "SCTP")]
+    Sctp,
+    #[serde(rename = "ICMP")]
+    Icmp,
+}
+
+impl Transport {
+    /// What the actors speak; `None` for what this machine's kernel has no sockets for.
+    #[must_use]
+    pub(super) fn spoken(self) -> Option<Protocol> {
+        match self {
+            Self::Tcp => Some(Protocol::Tcp),
+            Self::Udp => Some(Protocol::Udp),
+            Self::Icmp => Some(Protocol::Icmp),
+            Self::Sctp => None,
+        }
+    }
+
+    #[must_use]
+    pub(super) fn name(self) -> &'static str {
+        match self {
+            Self::Tcp => "TCP",
+            Self::Udp => "UDP",
+            Self::Sctp => "SCTP",
+            Self::Icmp => "ICMP",
+        }
+    }
+}
+
+#[derive(Clone, Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(super) struct Listen {
+    pub(super) port: u16,
+    #[serde(default = "tcp")]
+    pub(super) protocol: Transport,
+    #[serde(default)]
+    pub(super) name: String,
+}
+
+#[derive(Clone, Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(super) struct HostPort {
+    #[serde(rename = "hostPort")]
+    pub(super) host_port: u16,
+    pub(super) port: u16,
+    #[serde(default = "tcp")]
+    pub(super) protocol: Transport,
+    #[serde(default, rename = "hostIP")]
+    pub(super) host_ip: String,
+}
+
+#[derive(Clone, Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(super) struct SegmentSpec {
+    pub(super) name: String,
+    pub(super) path_mtu: Option<u32>,
+}
+
+#[derive(Clone, Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(super) struct NodeSpec {
+    pub(super) name: String,
+    #[serde(default = "lan")]
+    pub(super) segment: String,
+    pub(super) zone: Option<String>,
+    pub(super) ips: Option<Vec<IpAddr>>,
+    #[serde(default)]
+    pub(super) also: Vec<IpAddr>,
+    #[serde(rename = "podCIDRs")]
+    pub(super) pod_cidrs: Option<Vec<String>>,
+    #[serde(default = "yes")]
+    pub(super) joined: bool,
+}
+
+#[derive(Clone, Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(super) struct RouteSpec {
+    pub(super) to: String,
+    pub(super) via: String,
+}
+
+#[derive(Clone, Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(super) struct ExternalSpec {
+    pub(super) name: String,
+    #[serde(default = "lan")]
+    pub(super) segment: String,
+    pub(super) ips: Option<Vec<IpAddr>>,
+    #[serde(default)]
+    pub(super) owns: Vec<String>,
+    #[serde(default)]
+    pub(super) listen: Vec<Listen>,
+    #[serde(default)]
+    pub(super) routes: Vec<RouteSpec>,
+}
+
+#[derive(Clone, Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(super) struct PodSpec {
+    pub(super) name: String,
+    #[serde(default = "default_namespace")]
+    pub(super) namespace: String,
+    #[serde(default = "n1")]
+    pub(super) node: String,
+    #[serde(default)]
+    pub(super) labels: BTreeMap<String, String>,
+    #[serde(default)]
+    pub(super) listen: Vec<Listen>,
+    #[serde(default, rename = "hostPorts")]
+    pub(super) host_ports: Vec<HostPort>,
+    #[serde(default = "yes")]
+    pub(super) ready: bool,
+    #[serde(default)]
+    pub(super) terminating: bool,
+    #[serde(default, rename = "hostNetwork")]
+    pub(super) host_network: bool,
+    #[serde(default = "yes")]
+    pub(super) present: bool,
+}
+
+impl PodSpec {
+    /// How references and answers call it: `name`, or `namespace/name` outside `default`.
+    #[must_use]
+    pub(super) fn key(&self) -> String {
+        pod_key(&self.namespace, &self.name)
+    }
+}
+
+#[must_use]
+pub(super) fn pod_key(namespace: &str, name: &str) -> String {
+    if namespace == "default" {
+        name.to_owned()
+    } else {
+        format!("{namespace}/{name}")
+    }
+}
+
+/// A reference to a pod in the form of [`PodSpec::key`].
+#[must_use]
+pub(super) fn normal_key(reference: &str) -> String {
+    reference
+        .strip_prefix("default/")
+        .unwrap_or(reference)
+        .to_owned()
+}
+
+/// A whole case file.
+#[derive(Clone, Debug, Deserialize)]
+pub(super) struct CaseFile {
+    #[serde(default)]
+    pub(super) needs: Vec<String>,
+    #[serde(default)]
+    pub(super) families: Vec<String>,
+    #[serde(default)]
+    pub(super) agent: serde_json::Map<String, Value>,
+    #[serde(default)]
+    pub(super) segments: Vec<SegmentSpec>,
+    #[serde(default = "one_node")]
+    pub(super) nodes: Vec<NodeSpec>,
+    #[serde(default)]
+    pub(super) external: Vec<ExternalSpec>,
+    #[serde(default)]
+    pub(super) pods: Vec<PodSpec>,
+    #[serde(default)]
+    pub(super) objects: Vec<Value>,
+    #[serde(default)]
+    pub(super) generate: Vec<Value>,
+    #[serde(default = "settle")]
+    pub(super) settle: f64,
+    pub(super) steps: Vec<Value>,
+}
+
+impl CaseFile {
+    /// True when IPv6 is the family of names that have both.
+    #[must_use]
+    pub(super) fn prefers_v6(&self) -> bool {
+        self.families.first().is_some_and(|f| f == "IPv6")
+    }
+}
+
+/// A layer-2 segment and its networks.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Segment {
+    pub(super) name: String,
+    pub(super) v4: Ipv4Addr,
+    pub(super) v6: Ipv6Addr,
+    pub(super) path_mtu: Option<u32>,
+}
+
+/// Prefix lengths of every segment.
+pub(super) const V4_PREFIX: u8 = 24;
+pub(super) const V6_PREFIX: u8 = 64;
+
+impl Segment {
+    /// The built-in segments, with what a case says about them.
+    #[must_use]
+    pub(super) fn all(specs: &[SegmentSpec]) -> Vec<Self> {
+        let built_in = [
+            (
+                "lan",
+                Ipv4Addr::new(192, 0, 2, 0),
+                Ipv6Addr::new(0x2001, 0xdb8, 2, 0, 0, 0, 0, 0),
+            ),
+            (
+                "far",
+                Ipv4Addr::new(198, 51, 100, 0),
+                Ipv6Addr::new(0x2001, 0xdb8, 0x51, 0, 0, 0, 0, 0),
+            ),
+        ];
+        built_in
+            .map(|(name, v4, v6)| {
+                let spec = specs.iter().find(|s| s.name == name);
+                Self {
+                    name: name.to_owned(),
+                    v4,
+                    v6,
+                    path_mtu: spec.and_then(|s| s.path_mtu),
+                }
+            })
+            .to_vec()
+    }
+
+    /// Host `digits` of both networks; the digits read the same in both families.
+    #[must_use]
+    pub(super) fn host(&self, digits: u8) -> [IpAddr; 2] {
+        let v4 = Ipv4Addr::from(u32::from(self.v4) + u32::from(digits));
+        let hex = u128::from_str_radix(&digits.to_string(), 16).unwrap_or(0);
+        [v4.into(), Ipv6Addr::from(u128::from(self.v6) + hex).into()]
+    }
+
+    #[must_use]
+    pub(super) fn router(&self) -> [IpAddr; 2] {
+        self.host(1)
+    }
+
+    #[must_use]
+    pub(super) fn holds(&self, address: IpAddr) -> bool {
+        match address {
+            IpAddr::V4(a) => u32::from(a) >> 8 == u32::from(self.v4) >> 8,
+            IpAddr::V6(a) => u128::from(a) >> 64 == u128::from(self.v6) >> 64,
+        }
+    }
+}
+
+/// Addresses of the i-th node (from 1).
+#[must_use]
+pub(super) fn node_ips(spec: &NodeSpec, number: usize, segments: &[Segment]) -> Vec<IpAddr> {
+    default_ips(spec.ips.as_ref(), &spec.segment, 10 + number, segments)
+}
+
+/// Addresses of the j-th external (from 1).
+#[must_use]
+pub(super) fn external_ips(
+    spec: &ExternalSpec,
+    number: usize,
+    segments: &[Segment],
+) -> Vec<IpAddr> {
+    default_ips(spec.ips.as_ref(), &spec.segment, 100 + number, segments)
+}
+
+fn default_ips(
+    own: Option<&Vec<IpAddr>>,
+    segment: &str,
+    host: usize,
+    segments: &[Segment],
+) -> Vec<IpAddr> {
+    let digits = u8::try_from(host).unwrap_or(u8::MAX);
+    match (own, segments.iter().find(|s| s.name == segment)) {
+        (Some(ips), _) => ips.clone(),
+        (None, Some(segment)) => segment.host(digits).to_vec(),
+        (None, None) => Vec::new(),
+    }
+}
+
+/// Pod ranges of the i-th node (from 1).
+#[must_use]
+pub(super) fn pod_cidrs(spec: &NodeSpec, number: usize) -> Vec<String> {
+    let defaults = || {
+        vec![
+            format!("10.244.{number}.0/24"),
+            format!("fd00:244:{number}::/64"),
+        ]
+    };
+    spec.pod_cidrs.clone().unwrap_or_else(defaults)
+}
+
+/// The address of one family.
+#[must_use]
+pub(super) fn of_family(ips: &[IpAddr], v6: bool) -> Option<IpAddr> {
+    ips.iter().copied().find(|ip| ip.is_ipv6() == v6)
+}
+
+/// Does a CIDR hold an address?
+#[must_use]
+pub(super) fn cidr_holds(cidr: &str, address: IpAddr) -> bool {
+    let Some((net, length)) = cidr.split_once('/') else {
+        return cidr.parse() == Ok(address);
+    };
+    match (net.parse(), address, length.parse::<u32>()) {
+        (Ok(IpAddr::V4(n)), IpAddr::V4(a), Ok(length)) if length <= 32 => {
+            let mask = u32::MAX.checked_shl(32 - length).unwrap_or(0);
+            u32::from(n) & mask == u32::from(a) & mask
+        }
+        (Ok(IpAddr::V6(n)), IpAddr::V6(a), Ok(length)) if length <= 128 => {
+            let mask = u128::MAX.checked_shl(128 - length).unwrap_or(0);
+            u128::from(n) & mask == u128::from(a) & mask
+        }
+        _ => false,
+    }
+}
+
+/// The n-th address of a CIDR, without regard to network and broadcast addresses.
+#[must_use]
+pub(super) fn nth_of(cidr: &str, n: u32) -> Option<IpAddr> {
+    match cidr.split('/').next()?.parse().ok()? {
+        IpAddr::V4(a) => Some(Ipv4Addr::from(u32::from(a).checked_add(n)?).into()),
+        IpAddr::V6(a) => Some(Ipv6Addr::from(u128::from(a).checked_add(u128::from(n))?).into()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn addresses_follow_the_numbers() {
+        let segments = Segment::all(&[]);
+        let ext = segments[1].host(101);
+        assert_eq!(
+            ext.map(|a| a.to_string()),
+            ["198.51.100.101", "2001:db8:51::101"]
+        );
+        assert!(segments[0].holds("192.0.2.77".parse().unwrap()));
+        assert!(cidr_holds("198.18.0.0/22", "198.18.3.255".parse().unwrap()));
+        assert!(!cidr_holds("198.18.0.0/22", "198.18.4.0".parse().unwrap()));
+        assert!(cidr_holds("0.0.0.0/0", "1.2.3.4".parse().unwrap()));
+        assert_eq!(nth_of("198.18.0.0/22", 257), "198.18.1.1".parse().ok());
+    }
+}
