@@ -143,15 +143,12 @@ async fn a_pod_lives_and_dies() {
     );
     worker.inbox.send(deleted(2)).await.unwrap();
     bench.control.wait("p", |s| s.gone).await;
-    let state = bench.fake.state();
-    assert!(state.sandboxes.is_empty() && state.containers.is_empty());
-    assert!(
-        state
-            .calls
-            .iter()
-            .any(|c| c.starts_with("stop_container main") && c.ends_with(" 2"))
-    );
-    drop(state);
+    {
+        let state = bench.fake.state();
+        assert!(state.sandboxes.is_empty() && state.containers.is_empty());
+        let stops = |c: &String| c.starts_with("stop_container main") && c.ends_with(" 2");
+        assert!(state.calls.iter().any(stops), "{:?}", state.calls);
+    }
     assert!(!bench.shared.node.pod_dir("u").exists());
     worker.inbox.send(Input::Removed).await.unwrap();
     tokio::time::timeout(PATIENCE, worker.inbox.closed())

@@ -6,6 +6,8 @@ use sha2::{Digest, Sha256};
 
 pub(crate) const IMAGE: &str = "docker.io/library/podtest:latest";
 
+const BUSYBOX: &str = "/bin/busybox";
+
 const APPLETS: [&str; 16] = [
     "sh", "sleep", "cat", "echo", "ls", "test", "touch", "rm", "httpd", "env", "kill", "head",
     "id", "seq", "stat", "wget",
@@ -19,10 +21,22 @@ fn file(tar: &mut tar::Builder<Vec<u8>>, path: &str, data: &[u8], mode: u32) {
     tar.append_data(&mut header, path, data).unwrap();
 }
 
+/// What a busybox that is not static needs beside it.
+fn libraries() -> Vec<String> {
+    let output = std::process::Command::new("ldd").arg(BUSYBOX).output().unwrap();
+    let text = String::from_utf8_lossy(&output.stdout).into_owned();
+    let words = text.split_whitespace().filter(|w| w.starts_with('/'));
+    words.filter(|w| !w.ends_with(':')).map(str::to_owned).collect()
+}
+
 fn layer() -> Vec<u8> {
     let mut tar = tar::Builder::new(Vec::new());
-    let busybox = std::fs::read("/bin/busybox").expect("package busybox-static is installed");
+    let busybox = std::fs::read(BUSYBOX).expect("package busybox or busybox-static is installed");
     file(&mut tar, "bin/busybox", &busybox, 0o755);
+    for library in libraries() {
+        let data = std::fs::read(&library).unwrap();
+        file(&mut tar, library.trim_start_matches('/'), &data, 0o755);
+    }
     for applet in APPLETS {
         let mut header = tar::Header::new_ustar();
         header.set_entry_type(tar::EntryType::Symlink);

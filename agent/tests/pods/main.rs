@@ -303,20 +303,20 @@ fn readiness_follows_its_probe_and_liveness_restarts() {
 #[ignore = "needs root and containerd"]
 fn init_containers_sidecars_and_jobs_run_in_order() {
     let node = Node::start("init");
-    let mut spec = pod("job", vec![container("main", "cat /work/log; echo main")]);
+    let mut spec = pod("job", vec![container("main", "cat /shared/log; echo main")]);
     let mount = VolumeMount {
         name: "work".into(),
-        mount_path: "/work".into(),
+        mount_path: "/shared".into(),
         ..VolumeMount::default()
     };
-    let first = container("first", "echo first >> /work/log");
+    let first = container("first", "echo first >> /shared/log");
     let mut side = container(
         "side",
-        "echo side >> /work/log; trap 'exit 0' TERM; while true; do sleep 0.1; done",
+        "echo side >> /shared/log; trap 'exit 0' TERM; while true; do sleep 0.1; done",
     );
     side.sidecar = true;
-    side.startup = Some(exec_probe(&["/bin/test", "-f", "/work/log"]));
-    let second = container("second", "echo second >> /work/log");
+    side.startup = Some(exec_probe(&["/bin/test", "-f", "/shared/log"]));
+    let second = container("second", "echo second >> /shared/log");
     spec.init_containers = vec![first, side, second];
     for container in spec.init_containers.iter_mut().chain(&mut spec.containers) {
         container.volume_mounts = vec![mount.clone()];
