@@ -111,6 +111,16 @@ fn find_missing(repo: &Repo, purposes: &[Purpose]) -> BTreeSet<Missing> {
         );
         package(which("mount").is_some(), "mount", "bpffs of every node");
         package(
+            Path::new(CNI_PLUGINS).join("loopback").is_file(),
+            "containernetworking-plugins",
+            "the runtime's loopback plugin; networks of the node tier",
+        );
+        package(
+            which("busybox").is_some(),
+            "busybox-static",
+            "images of the node tier",
+        );
+        package(
             kubectl(repo).is_some() || pip().is_some(),
             "python3-pip",
             "fetches kubectl",
