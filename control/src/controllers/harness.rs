@@ -39,6 +39,13 @@ impl Drop for Cluster {
 impl Cluster {
     /// With controllers and scheduler, without nodes.
     pub(crate) async fn start() -> Self {
+        Self::start_behind(|client| client).await
+    }
+
+    /// Controllers and scheduler see the API through `door`; the test and the kubelets use it directly.
+    pub(crate) async fn start_behind(
+        door: impl FnOnce(Arc<dyn ObjectClient>) -> Arc<dyn ObjectClient>,
+    ) -> Self {
         let folder = tempfile::tempdir().unwrap();
         let now_us = || Timestamp::now().as_microsecond();
         let path = folder.path().join("store");
@@ -55,14 +62,15 @@ impl Cluster {
             network,
             ca_certificate_pem: "test certificate".into(),
         };
+        let through = door(client.clone());
+        let cached = Informers::new(through.clone(), shutdown.clone());
         tokio::spawn(super::run(
-            client.clone(),
-            informers.clone(),
+            through.clone(),
+            cached.clone(),
             settings,
             shutdown.clone(),
         ));
-        let scheduler = crate::scheduler::run(client.clone(), informers.clone(), shutdown.clone());
-        tokio::spawn(scheduler);
+        tokio::spawn(crate::scheduler::run(through, cached, shutdown.clone()));
         Self {
             client,
             informers,

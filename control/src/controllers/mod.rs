@@ -6,6 +6,8 @@ mod daemonset;
 mod deployment;
 mod disruption;
 mod endpointslice;
+#[cfg(test)]
+mod faulty;
 mod gc;
 #[cfg(test)]
 pub(crate) mod harness;

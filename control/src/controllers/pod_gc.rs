@@ -16,6 +16,8 @@ use crate::status::ApiError;
 
 /// A node may come back under its name; its pods are kept for so long.
 const QUARANTINE: Duration = Duration::from_secs(40);
+/// Pods that were told to go are not kept so long: nobody is left who could confirm their end.
+const LEAVING_QUARANTINE: Duration = Duration::from_secs(3);
 /// Finished pods kept in the whole cluster; beyond it the oldest go.
 const FINISHED_LIMIT: usize = 12_500;
 /// How often finished pods are counted.
@@ -57,14 +59,13 @@ impl PodGc {
         }
     }
 
-    /// How much longer the pods of a missing node are kept.
-    fn quarantine_left(&self, node: &str, now: Instant) -> Duration {
+    /// How long the node has been missing.
+    fn missing_for(&self, node: &str, now: Instant) -> Duration {
         let mut missing = self
             .missing_since
             .lock()
             .unwrap_or_else(PoisonError::into_inner);
-        let since = *missing.entry(node.to_owned()).or_insert(now);
-        QUARANTINE.saturating_sub(now.duration_since(since))
+        now.duration_since(*missing.entry(node.to_owned()).or_insert(now))
     }
 
     fn release(&self, node: &str) {
@@ -142,19 +143,29 @@ impl Controller for PodGc {
             self.release(&key.name);
             return Ok(None);
         }
-        let left = self.quarantine_left(&key.name, Instant::now());
-        if !left.is_zero() {
-            return Ok(Some(left));
+        let missing_for = self.missing_for(&key.name, Instant::now());
+        let left = |pod: &Value| {
+            let keep = if pod.is_deleting() {
+                LEAVING_QUARANTINE
+            } else {
+                QUARANTINE
+            };
+            keep.saturating_sub(missing_for)
+        };
+        let (due, kept): (Vec<_>, Vec<_>) = pods.into_iter().partition(|pod| left(pod).is_zero());
+        let again = kept.iter().map(|pod| left(pod)).min();
+        if due.is_empty() {
+            return Ok(again);
         }
         // The cache may be behind: only the API itself says that the node is really gone.
         match self.client.get(resources::NODES, "", &key.name).await {
-            Ok(_) => return Ok(Some(Duration::from_secs(1))),
+            Ok(_) => return Ok(Some(LEAVING_QUARANTINE)),
             Err(e) if e.is_not_found() => {}
             Err(e) => return Err(e),
         }
-        for pod in pods {
+        for pod in due {
             self.remove(&pod, true, session).await?;
         }
-        Ok(None)
+        Ok(again)
     }
 }

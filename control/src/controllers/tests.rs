@@ -388,3 +388,48 @@ async fn foreground_and_orphan_deletion_do_what_they_say() {
     let kept = cluster.get(r, &key("kept")).await.unwrap();
     assert!(kept.items(&["metadata", "ownerReferences"]).is_empty());
 }
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn counts_are_exact_although_writes_fail_and_watches_lag() {
+    let late = Duration::from_millis(3);
+    let cluster =
+        Cluster::start_behind(|client| Arc::new(super::faulty::Faulty::new(client, late))).await;
+    cluster.nodes(3).await;
+    let most = Arc::new(std::sync::atomic::AtomicUsize::new(0));
+    let (seen, pods) = (most.clone(), cluster.store(resources::PODS));
+    let count = cluster.store(resources::PODS);
+    pods.subscribe(move |_| {
+        seen.fetch_max(live(&count).len(), std::sync::atomic::Ordering::SeqCst);
+    });
+    let mut web = deployment("web", 6, "app:1");
+    web["spec"]["strategy"] =
+        json!({"type": "RollingUpdate", "rollingUpdate": {"maxSurge": 2, "maxUnavailable": 0}});
+    cluster.create(resources::DEPLOYMENTS, web).await;
+    cluster
+        .until(resources::PODS, |pods| ready(pods).len() == 6)
+        .await;
+    for pod in live(&pods).iter().take(3) {
+        cluster.delete(resources::PODS, &pod.key()).await;
+    }
+    cluster
+        .until(resources::PODS, |pods| ready(pods).len() == 6)
+        .await;
+    let patch = json!({"spec": {"template": {"spec": {
+        "containers": [{"name": "c", "image": "app:2"}]}}}});
+    cluster
+        .merge(resources::DEPLOYMENTS, &key("web"), patch)
+        .await;
+    let image = |pod: &Value| {
+        pod.items(&["spec", "containers"])[0]
+            .text(&["image"])
+            .to_owned()
+    };
+    cluster
+        .until(resources::PODS, |pods| {
+            let pods = ready(pods);
+            pods.len() == 6 && pods.iter().all(|p| image(p) == "app:2")
+        })
+        .await;
+    let most = most.load(std::sync::atomic::Ordering::SeqCst);
+    assert!(most <= 6 + 2, "{most} pods at once with a surge of two");
+}

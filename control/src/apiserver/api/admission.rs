@@ -25,6 +25,9 @@ impl Api {
             self.resolve_priority(def, object).await?;
             default_tolerations(object)?;
         }
+        if def.group.is_empty() && def.kind == "Node" {
+            taint_until_ready(object)?;
+        }
         Ok(())
     }
 
@@ -91,6 +94,25 @@ fn class_of(class: &Value) -> (String, i64, String) {
         class["value"].as_i64().unwrap_or(0),
         policy.to_owned(),
     )
+}
+
+/// No pod comes to a new node before the node controller has seen that it is ready.
+fn taint_until_ready(node: &mut Value) -> Result<(), ApiError> {
+    let taint = json!({"key": "node.kubernetes.io/not-ready", "effect": "NoSchedule"});
+    let slot = map_mut(node, "spec")?
+        .entry("taints")
+        .or_insert_with(|| json!([]));
+    if slot.is_null() {
+        *slot = json!([]);
+    }
+    if let Value::Array(taints) = slot
+        && !taints
+            .iter()
+            .any(|t| t["key"] == taint["key"] && t["effect"] == taint["effect"])
+    {
+        taints.push(taint);
+    }
+    Ok(())
 }
 
 fn default_service_account(pod: &mut Value) -> Result<(), ApiError> {

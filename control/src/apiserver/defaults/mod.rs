@@ -55,6 +55,7 @@ fn after(gvk: Gvk<'_>, object: &mut Map<String, Value>, old: Option<&Value>) {
         ("", "PersistentVolume") => set_in(object, "status", "phase", "Pending"),
         ("", "ReplicationController") => workloads::replication_controller(object),
         ("apps", _) => workloads::apps(gvk.kind, object),
+        ("discovery.k8s.io", "EndpointSlice") => services::endpoint_slice(object),
         ("networking.k8s.io", "NetworkPolicy") => policies::network_policy(object),
         ("apiextensions.k8s.io", "CustomResourceDefinition") => policies::definition(object),
         ("scheduling.k8s.io", "PriorityClass") => {

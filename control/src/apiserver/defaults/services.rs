@@ -95,6 +95,17 @@ pub(super) fn namespace(object: &mut Map<String, Value>, old: Option<&Value>) {
     }
 }
 
+/// A port without a name has the empty one, so that readers can compare ports by name.
+pub(super) fn endpoint_slice(object: &mut Map<String, Value>) {
+    let Some(Value::Array(ports)) = object.get_mut("ports") else {
+        return;
+    };
+    for port in ports.iter_mut().filter_map(Value::as_object_mut) {
+        set(port, "name", "");
+        set(port, "protocol", "TCP");
+    }
+}
+
 pub(super) fn node(object: &mut Map<String, Value>) {
     let Some(status) = object.get_mut("status").and_then(Value::as_object_mut) else {
         return;

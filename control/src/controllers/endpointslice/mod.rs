@@ -115,9 +115,6 @@ impl Controller for EndpointSlices {
         // Additions before removals: an endpoint that moves between slices is never missing.
         for slice in create {
             if let Err(e) = session.create(r, slice).await {
-                if e.code == 403 && e.message.contains("because it is being terminated") {
-                    return Ok(None);
-                }
                 let about = (service.as_ref(), "v1", "Service");
                 let message = format!("Failed to create EndpointSlice for Service {key}: {e}");
                 let recorder = session.recorder().named("endpoint-slice-controller");

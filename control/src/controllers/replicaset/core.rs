@@ -9,6 +9,7 @@ use serde_json::{Value, json};
 
 use crate::controllers::pods::{self, Availability};
 use crate::controllers::runtime::object::{Object, set, set_condition, unset};
+use crate::status::ApiError;
 
 /// Pods made or deleted in one round; the next round goes on from there.
 pub(super) const BURST: usize = 500;
@@ -56,7 +57,7 @@ pub(super) fn step(
 #[derive(Clone, Debug, PartialEq)]
 pub(super) struct Failure {
     pub(super) reason: &'static str,
-    pub(super) message: String,
+    pub(super) error: ApiError,
 }
 
 /// The status, and when it will change by the mere passing of time.
@@ -94,7 +95,7 @@ pub(super) fn status(
                 "ReplicaFailure",
                 "True",
                 f.reason,
-                &f.message,
+                &f.error.message,
                 now,
             );
         }

@@ -101,7 +101,7 @@ impl ReplicaSets {
                     recorder.warning(about, "FailedCreate", message);
                     Failure {
                         reason: "FailedCreate",
-                        message: e.message,
+                        error: e,
                     }
                 })
             }
@@ -123,7 +123,7 @@ impl ReplicaSets {
                         recorder.warning(about, "FailedDelete", message);
                         Failure {
                             reason: "FailedDelete",
-                            message: e.message,
+                            error: e,
                         }
                     })
             }
@@ -153,9 +153,7 @@ impl Controller for ReplicaSets {
         }
         match outcome {
             Ok(()) => Ok(again),
-            // Nothing can be made in a namespace that is going; its end removes the set too.
-            Err(f) if f.message.contains("because it is being terminated") => Ok(None),
-            Err(f) => Err(ApiError::new(500, "InternalError", f.message)),
+            Err(f) => Err(f.error),
         }
     }
 }

@@ -71,13 +71,39 @@ impl<'a> Session<'a> {
         object: Value,
     ) -> Result<Arc<Value>, ApiError> {
         let namespace = object.namespace().to_owned();
-        let made = self
+        match self
             .context
             .client
             .create(resource, &namespace, object)
-            .await?;
-        self.note_object(resource, &made);
-        Ok(made)
+            .await
+        {
+            Ok(made) => {
+                self.note_object(resource, &made);
+                Ok(made)
+            }
+            Err(e) => {
+                if e.code >= 500 {
+                    self.note_doubt(resource, &namespace).await;
+                }
+                Err(e)
+            }
+        }
+    }
+
+    /// The answer was lost, so the object may have been made: the cache must show all that the API has now.
+    async fn note_doubt(&self, resource: Resource, namespace: &str) {
+        let Some(store) = self.context.informers.existing(resource) else {
+            return;
+        };
+        match self.context.client.list(resource, namespace).await {
+            Ok(list) => {
+                let newest = list.items.iter().map(|o| o.revision()).max();
+                self.note(Pending::Revision(store, newest.unwrap_or(0)));
+            }
+            Err(error) => {
+                tracing::debug!(resource = resource.plural, %error, "list after a doubtful create")
+            }
+        }
     }
 
     pub(crate) async fn update(

@@ -99,6 +99,15 @@ pub(crate) fn tolerate_change<T>(result: Result<T, ApiError>) -> Result<Option<T
     }
 }
 
+/// The namespace of the write is being deleted, or is gone.
+fn namespace_ends(e: &ApiError) -> bool {
+    e.details
+        .causes
+        .iter()
+        .any(|c| c.reason == "NamespaceTerminating")
+        || (e.is_not_found() && e.details.kind == "namespaces")
+}
+
 /// Works until shutdown.
 pub(crate) async fn run<C: Controller>(
     controller: C,
@@ -139,6 +148,8 @@ async fn work<C: Controller>(controller: &C, context: &Context, queue: &Queue<Ke
                 queue.add_after(key.clone(), delay);
             }
         }
+        // Nothing can be made there any more, and its end takes the object of this key along.
+        Err(e) if namespace_ends(&e) => queue.forget(key),
         Err(e) => {
             let delay = queue.retry(key.clone());
             // A conflict means that somebody else wrote first: reading again is all it takes.
