@@ -236,7 +236,11 @@ async fn revisions_that_concern_nobody_are_applied_as_well() {
     agent.ack(update.state.revision, None);
     let lease = json!({"apiVersion": "coordination.k8s.io/v1", "kind": "Lease",
         "metadata": {"name": "some", "namespace": "default"}, "spec": {}});
-    let made = control.client.create(resources::LEASES, "default", lease).await.unwrap();
+    let made = control
+        .client
+        .create(resources::LEASES, "default", lease)
+        .await
+        .unwrap();
     let wait = serving.status.wait_all_applied(revision(&made));
     tokio::time::timeout(PATIENCE, wait).await.unwrap();
     stop.cancel();

@@ -10,6 +10,8 @@ use super::node::NodeFacts;
 /// Conditions turn at these values.
 const MEMORY_PRESSURE_BYTES: i64 = 100 << 20;
 const DISK_PRESSURE_FREE_PERCENT: u64 = 10;
+/// So much free space is no pressure on any disk: a tenth of a large one would be.
+const DISK_ENOUGH_FREE_BYTES: u64 = 5 << 30;
 const PID_PRESSURE_FREE_PERCENT: u64 = 5;
 
 /// Fields of a `NodeReport` that the pod runner knows. Transition times are left to the reporter (zero).
@@ -102,7 +104,7 @@ pub(crate) async fn node_report_fields(
 async fn conditions(runtime: &dyn Runtime, total: u64, free: u64) -> Vec<Condition> {
     let meminfo = fs::read_to_string("/proc/meminfo").unwrap_or_default();
     let low_memory = meminfo_bytes(&meminfo, "MemAvailable") < MEMORY_PRESSURE_BYTES;
-    let low_disk = total > 0 && free < total / 100 * DISK_PRESSURE_FREE_PERCENT;
+    let low_disk = total > 0 && is_low_disk(total, free);
     let pressure = |kind: &str, on: bool, bad: &str, good: &str, what: &str| Condition {
         r#type: kind.into(),
         status: if on { "True" } else { "False" }.into(),
@@ -137,6 +139,10 @@ async fn conditions(runtime: &dyn Runtime, total: u64, free: u64) -> Vec<Conditi
         ),
         ready(runtime).await,
     ]
+}
+
+fn is_low_disk(total: u64, free: u64) -> bool {
+    free < (total / 100 * DISK_PRESSURE_FREE_PERCENT).min(DISK_ENOUGH_FREE_BYTES)
 }
 
 fn low_pids() -> bool {
@@ -198,6 +204,15 @@ async fn ready(runtime: &dyn Runtime) -> Condition {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_disk_is_low_by_share_and_by_size() {
+        const GIB: u64 = 1 << 30;
+        assert!(is_low_disk(20 * GIB, GIB));
+        assert!(!is_low_disk(20 * GIB, 3 * GIB));
+        assert!(is_low_disk(250 * GIB, 4 * GIB));
+        assert!(!is_low_disk(250 * GIB, 16 * GIB));
+    }
 
     #[test]
     fn reads_proc_texts() {
