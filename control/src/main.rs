@@ -66,11 +66,22 @@ fn main() -> ExitCode {
     match execute(Arguments::parse().command) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            // The chain names what was attempted, on what, and why it failed.
-            let _ = writeln!(std::io::stderr(), "weir-control: {error:#}");
+            let _ = writeln!(std::io::stderr(), "weir-control: {}", explain(&error));
             ExitCode::FAILURE
         }
     }
+}
+
+/// What was attempted, on what, and why it failed; causes that a message quotes already are not repeated.
+fn explain(error: &anyhow::Error) -> String {
+    let mut text = error.to_string();
+    for cause in error.chain().skip(1).map(ToString::to_string) {
+        if !text.contains(cause.trim()) {
+            text.push_str(": ");
+            text.push_str(&cause);
+        }
+    }
+    text
 }
 
 fn execute(command: Command) -> anyhow::Result<()> {

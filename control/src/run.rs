@@ -17,6 +17,7 @@ use crate::apiserver::api::Api;
 use crate::apiserver::http::{Server, TlsError};
 use crate::apiserver::local::LocalClient;
 use crate::apiserver::logs::{LogQuery, NodeLogs};
+use crate::apiserver::tokens::Tokens;
 use crate::client::ObjectClient;
 use crate::config::{Config, nth_address};
 use crate::controllers::{Informers, Settings};
@@ -83,13 +84,7 @@ pub async fn serve(config: Config, shutdown: CancellationToken) -> Result<(), Ru
     create_data_dir(&config)?;
     let (names, ips) = server_names(&config);
     let pki = Pki::open(&config.data_dir, &names, &ips)?;
-    let now_us = || jiff::Timestamp::now().as_microsecond();
-    let path = config.data_dir.join(STORE_FILE);
-    let store: Arc<dyn Store> = Arc::new(EmbeddedStore::open(&OpenOptions { path, now_us })?);
-    let api = Arc::new(Api::new(store, config.network.clone()));
-    api.bootstrap(config.advertise)
-        .await
-        .map_err(RunError::Bootstrap)?;
+    let api = open_api(&config).await?;
 
     let feed_tls = FeedTls {
         ca_pem: pki.ca_pem.clone(),
@@ -146,6 +141,24 @@ pub async fn serve(config: Config, shutdown: CancellationToken) -> Result<(), Ru
     }
     tracing::info!("the control plane runs");
     supervise(parts, &shutdown).await
+}
+
+/// The API on the store, with the system objects and the token key.
+async fn open_api(config: &Config) -> Result<Arc<Api>, RunError> {
+    let now_us = || jiff::Timestamp::now().as_microsecond();
+    let path = config.data_dir.join(STORE_FILE);
+    let store: Arc<dyn Store> = Arc::new(EmbeddedStore::open(&OpenOptions { path, now_us })?);
+    let api = Arc::new(Api::new(store, config.network.clone()));
+    api.bootstrap(config.advertise)
+        .await
+        .map_err(RunError::Bootstrap)?;
+
+    let issuer = format!(
+        "https://kubernetes.default.svc.{}",
+        config.network.cluster_domain
+    );
+    api.set_tokens(Tokens::open(&config.data_dir, &issuer)?);
+    Ok(api)
 }
 
 /// Every part runs until shutdown; one that ends before takes the others along.

@@ -17,6 +17,7 @@ use tokio_rustls::TlsConnector;
 use tokio_util::sync::{CancellationToken, DropGuard};
 use weir_control::apiserver::api::Api;
 use weir_control::apiserver::http::Server;
+use weir_control::apiserver::tokens::Tokens;
 use weir_control::config::Network;
 use weir_control::pki::{CertKey, Pki};
 use weir_control::store::{EmbeddedStore, OpenOptions};
@@ -40,6 +41,7 @@ impl Cluster {
         };
         let store = Arc::new(EmbeddedStore::open(&options).unwrap());
         let api = Arc::new(Api::new(store, Network::default()));
+        api.set_tokens(Tokens::open(dir.path(), "https://cluster.example").unwrap());
         api.bootstrap("192.0.2.1:6443".parse().unwrap())
             .await
             .unwrap();
@@ -282,5 +284,70 @@ async fn pages_show_one_revision() {
     assert_eq!(
         rest["metadata"]["resourceVersion"],
         first["metadata"]["resourceVersion"]
+    );
+}
+
+fn with_token(method: Method, path: &str, token: &str, body: &Value) -> Request<Full<Bytes>> {
+    Request::builder()
+        .method(method)
+        .uri(path)
+        .header("host", "localhost")
+        .header("content-type", "application/json")
+        .header("authorization", format!("Bearer {token}"))
+        .body(Full::new(Bytes::from(body.to_string())))
+        .unwrap()
+}
+
+#[tokio::test]
+async fn tokens_name_their_account_and_die_with_it() {
+    let cluster = Cluster::start().await;
+    let accounts = "/api/v1/namespaces/default/serviceaccounts";
+    let account = json!({"apiVersion": "v1", "kind": "ServiceAccount", "metadata": {"name": "x"}});
+    assert_eq!(cluster.post(accounts, &account).await.0, 201);
+    let request = |spec: Value| json!({"apiVersion": "authentication.k8s.io/v1", "kind": "TokenRequest", "spec": spec});
+    let path = format!("{accounts}/x/token");
+    let (status, issued) = cluster.post(&path, &request(json!({}))).await;
+    assert_eq!(status, 201, "{issued}");
+    let token = issued["status"]["token"].as_str().unwrap();
+    let review = json!({"apiVersion": "authentication.k8s.io/v1", "kind": "SelfSubjectReview"});
+    let reviews = "/apis/authentication.k8s.io/v1/selfsubjectreviews";
+    let asked = cluster
+        .send(None, with_token(Method::POST, reviews, token, &review))
+        .await;
+    let (_, answer) = read(asked).await;
+    assert_eq!(
+        answer["status"]["userInfo"]["username"],
+        "system:serviceaccount:default:x"
+    );
+    let secrets = "/api/v1/namespaces/default/secrets";
+    let list = |token: &str| with_token(Method::GET, secrets, token, &Value::Null);
+    assert_eq!(cluster.send(None, list(token)).await.status(), 403);
+    assert_eq!(
+        cluster
+            .send(None, list(&format!("{token}x")))
+            .await
+            .status(),
+        401
+    );
+    let (_, other) = cluster
+        .post(&path, &request(json!({"audiences": ["other"]})))
+        .await;
+    let other = other["status"]["token"].as_str().unwrap();
+    assert_eq!(
+        cluster.send(None, list(other)).await.status(),
+        401,
+        "another audience"
+    );
+    let short = cluster
+        .post(&path, &request(json!({"expirationSeconds": 60})))
+        .await;
+    assert_eq!(short.0, 422);
+    cluster
+        .call(Method::DELETE, &format!("{accounts}/x"), "", b"")
+        .await;
+    assert_eq!(
+        cluster.send(None, list(token)).await.status(),
+        401,
+        "the account is gone"
     );
 }

@@ -13,4 +13,5 @@ pub mod registry;
 pub mod schema;
 pub mod selector;
 pub mod tables;
+pub mod tokens;
 pub mod validation;

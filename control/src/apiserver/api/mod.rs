@@ -11,6 +11,7 @@ use super::codec::FieldValidation;
 use super::logs::NodeLogs;
 use super::object;
 use super::registry::{Gvk, Registry, ResourceDef};
+use super::tokens::Tokens;
 use crate::config::Network;
 use crate::status::{ApiError, Cause};
 use crate::store::{Record, Store, StoreError, Watch};
@@ -29,11 +30,13 @@ mod services;
 mod strategy;
 #[cfg(test)]
 mod tests;
+mod tokens;
 mod update;
 
 pub use delete::{DeleteOutcome, DeleteRequest};
 pub use read::{ListQuery, Listed};
 pub(crate) use read::{matches as read_matches, serves_stored, view as read_view};
+pub use tokens::TokenUser;
 pub use update::{PatchRequest, Target};
 
 /// Most tries of a write that other writers overtake. Each failed try means that another write went through.
@@ -55,6 +58,7 @@ pub struct Api {
     registry: ArcSwap<Registry>,
     network: Network,
     logs: OnceLock<Arc<dyn NodeLogs>>,
+    tokens: OnceLock<Tokens>,
 }
 
 impl Api {
@@ -66,6 +70,7 @@ impl Api {
             registry,
             network,
             logs: OnceLock::new(),
+            tokens: OnceLock::new(),
         }
     }
 

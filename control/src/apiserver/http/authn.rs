@@ -1,9 +1,11 @@
-//! Who asks: client certificates of the cluster CA, and impersonation by administrators.
+//! Who asks: client certificates of the cluster CA, service account tokens, and impersonation by administrators.
 
 use http::HeaderMap;
+use http::header::AUTHORIZATION;
 use rustls_pki_types::CertificateDer;
 
 use super::route::ResourcePath;
+use crate::apiserver::api::Api;
 use crate::pki::ADMIN_GROUP;
 use crate::status::ApiError;
 
@@ -41,16 +43,30 @@ impl Identity {
 ///
 /// # Errors
 /// 401 without valid credentials, 403 for impersonation by others than administrators.
-pub(super) fn authenticate(
+pub(super) async fn authenticate(
+    api: &Api,
     certificate: Option<&Identity>,
     headers: &HeaderMap,
 ) -> Result<Identity, ApiError> {
     let identity = match certificate {
         Some(identity) => identity.clone(),
-        // Bearer tokens are not issued, so none is valid; it must not pass as an anonymous request.
-        None => return Err(unauthorized()),
+        // A token that is not valid must not pass as an anonymous request.
+        None => of_token(api, headers).await?.ok_or_else(unauthorized)?,
     };
     impersonate(identity, headers)
+}
+
+async fn of_token(api: &Api, headers: &HeaderMap) -> Result<Option<Identity>, ApiError> {
+    let header = headers.get(AUTHORIZATION).and_then(|v| v.to_str().ok());
+    let Some(token) = header.and_then(|h| h.strip_prefix("Bearer ")) else {
+        return Ok(None);
+    };
+    let user = api.authenticate_token(token.trim(), &[]).await?;
+    Ok(user.map(|u| Identity {
+        user: u.name,
+        groups: u.groups,
+        uid: u.uid,
+    }))
 }
 
 pub(super) fn unauthorized() -> ApiError {

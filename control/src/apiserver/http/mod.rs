@@ -179,7 +179,8 @@ impl Server {
         let answer = match &route {
             Route::Health { check } => Ok(self.documents.health(&self.api, check, &call).await),
             Route::Version => documents::version(),
-            _ => match authn::authenticate((*certificate).as_ref(), &call.headers) {
+            _ => match authn::authenticate(&self.api, (*certificate).as_ref(), &call.headers).await
+            {
                 Err(e) => Err(e),
                 Ok(identity) => {
                     call.identity = identity;
@@ -296,7 +297,7 @@ impl Server {
             (Method::GET | Method::HEAD, false) if def.allows(Verb::List) => {
                 read::list(&self.api, def, call).await
             }
-            (Method::POST, false) if review => reviews::review(def, call).await,
+            (Method::POST, false) if review => reviews::review(&self.api, def, call).await,
             (Method::POST, false)
                 if def.allows(Verb::Create) && def.namespaced != path.namespace.is_empty() =>
             {

@@ -292,6 +292,15 @@ pub(super) async fn post_subresource(
                 .await?;
             respond::value(201, form.media, &success_status())
         }
+        SubresourceKind::Token => {
+            let form = call.form(Endpoint::Object)?;
+            let decoded = decode(&mut call, gvk, options.validation).await?;
+            check_namespace(def, &call, &decoded.object)?;
+            let issued = api
+                .issue_token(&call.path.namespace, &name, decoded.object)
+                .await?;
+            respond::value(201, form.media, &issued)
+        }
         _ => Err(no_such_path()),
     }
 }
