@@ -140,7 +140,7 @@ async fn pods_nodes_and_services_reach_each_other() {
     node_as_backend(&cluster).await;
     for member in &cluster.members {
         println!(
-            "{}: agent's memory {} KiB (debug build)",
+            "{}: agent's memory {} KiB",
             member.name,
             member.agent_rss_kib()
         );
@@ -486,4 +486,39 @@ async fn a_node_boots_without_its_control_plane() {
         }
     }
     finish(&mut cluster, vec![server, new]);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn adding_a_pod_takes_milliseconds() {
+    if left_out("adding_a_pod_takes_milliseconds") {
+        return;
+    }
+    const PODS: usize = 31;
+    let mut cluster = Cluster::start(1).await;
+    let namespaces: Vec<Namespace> = (0..PODS).map(|_| Namespace::new("pod").unwrap()).collect();
+    let runtime = &cluster.members[0].runtime;
+    let measure = |work: &dyn Fn(usize)| {
+        let mut times: Vec<Duration> = (0..PODS)
+            .map(|n| {
+                let started = Instant::now();
+                work(n);
+                started.elapsed()
+            })
+            .collect();
+        times.sort();
+        (times[PODS / 2], times[PODS - 1])
+    };
+    let add = measure(&|n| {
+        runtime.add(&format!("c{n}"), &namespaces[n]).unwrap();
+    });
+    let del = measure(&|n| {
+        runtime.del(&format!("c{n}")).unwrap();
+    });
+    println!(
+        "ADD median {:?}, slowest {:?}; DEL median {:?}, slowest {:?}",
+        add.0, add.1, del.0, del.1
+    );
+    // Far above any of these; a runtime waits this long without complaint.
+    assert!(add.0 < Duration::from_secs(1) && del.0 < Duration::from_secs(1));
+    finish(&mut cluster, Vec::new());
 }
