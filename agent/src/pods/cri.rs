@@ -26,6 +26,8 @@ use v1::runtime_service_client::RuntimeServiceClient;
 
 /// Answers of list calls on a crowded node pass tonic's default of 4 MiB.
 const MAX_MESSAGE_BYTES: usize = 16 << 20;
+/// «Are you there?»: the node's Ready condition hangs on the answer.
+const PING_CALL: Duration = Duration::from_secs(3);
 /// Calls that only read or signal.
 const SHORT_CALL: Duration = Duration::from_secs(30);
 /// Sandbox and container creation: includes the CNI plugin and unpacking.
@@ -159,7 +161,7 @@ impl Runtime for Cri {
         let answer = self
             .runtime
             .clone()
-            .version(request(message, SHORT_CALL))
+            .version(request(message, PING_CALL))
             .await;
         answer
             .map(tonic::Response::into_inner)
@@ -171,7 +173,7 @@ impl Runtime for Cri {
         let answer = self
             .runtime
             .clone()
-            .status(request(message, SHORT_CALL))
+            .status(request(message, PING_CALL))
             .await;
         let answer = answer
             .map_err(failed("ask the status of", "runtime"))?

@@ -90,7 +90,13 @@ pub(crate) fn ensure(context: Context<'_>) -> Result<(), VolumeError> {
         match &volume.source {
             Some(Source::HostPath(host)) => host_path(volume, host)?,
             Some(Source::EmptyDir(dir)) => empty_dir(&path, dir, group)?,
-            None => empty_dir(&path, &EmptyDir::default(), group)?,
+            None => {
+                return Err(VolumeError::Invalid(format!(
+                    "volume {:?} is of a type that this node does not mount: use emptyDir, hostPath, configMap, \
+                     secret, downwardAPI or projected",
+                    volume.name
+                )));
+            }
             Some(Source::Files(set)) => {
                 let mut wanted = files(context, set).map_err(|source| VolumeError::Config {
                     volume: volume.name.clone(),

@@ -53,6 +53,8 @@ pub(crate) struct Worker {
     spec: Arc<PodSpec>,
     view: PodView,
     view_fresh: bool,
+    /// The runtime answered at least once.
+    looked: bool,
     memory: Memory,
     inbox: mpsc::Receiver<Input>,
     own: mpsc::Sender<Input>,
@@ -63,6 +65,8 @@ pub(crate) struct Worker {
     /// False for pods that the control plane does not know: nothing is reported of them.
     listed: bool,
     gone_reported_us: Micros,
+    /// A status was handed over since this worker began.
+    reported: bool,
 }
 
 impl Worker {
@@ -73,6 +77,7 @@ impl Worker {
             shared,
             view: PodView::default(),
             view_fresh: false,
+            looked: false,
             memory: Memory::default(),
             inbox,
             own: own.clone(),
@@ -82,6 +87,7 @@ impl Worker {
             grace: watch::channel(i64::MAX).0,
             listed,
             gone_reported_us: 0,
+            reported: false,
             spec,
         };
         let task = tokio::spawn(worker.run());
@@ -153,6 +159,7 @@ impl Worker {
             Ok(view) => {
                 self.view = view;
                 self.view_fresh = true;
+                self.looked = true;
             }
             Err(error) => tracing::debug!(pod = %self.spec.name, %error, "runtime not readable"),
         }
@@ -575,11 +582,14 @@ impl Worker {
             return self.report_gone(status, now);
         }
         // Before the first look nothing is known: silence, not a wrong status.
-        if !self.view_fresh && self.memory.reported.is_none() && self.view.is_empty() {
+        if !self.looked {
             return None;
         }
         status.gone = false;
-        if self.memory.reported.as_ref() != Some(&status) {
+        // What was saved before a restart may not have arrived: the first status is sent in any case.
+        if !std::mem::replace(&mut self.reported, true)
+            || self.memory.reported.as_ref() != Some(&status)
+        {
             let bytes = status.encode_to_vec();
             if let Err(error) = volumes::save_status(&self.shared.node, &self.spec.uid, &bytes) {
                 tracing::warn!(%error, "pod status not saved");

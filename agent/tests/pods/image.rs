@@ -23,10 +23,16 @@ fn file(tar: &mut tar::Builder<Vec<u8>>, path: &str, data: &[u8], mode: u32) {
 
 /// What a busybox that is not static needs beside it.
 fn libraries() -> Vec<String> {
-    let output = std::process::Command::new("ldd").arg(BUSYBOX).output().unwrap();
+    let output = std::process::Command::new("ldd")
+        .arg(BUSYBOX)
+        .output()
+        .unwrap();
     let text = String::from_utf8_lossy(&output.stdout).into_owned();
     let words = text.split_whitespace().filter(|w| w.starts_with('/'));
-    words.filter(|w| !w.ends_with(':')).map(str::to_owned).collect()
+    words
+        .filter(|w| !w.ends_with(':'))
+        .map(str::to_owned)
+        .collect()
 }
 
 fn layer() -> Vec<u8> {

@@ -418,10 +418,10 @@ fn a_killed_agent_adopts_its_pods() {
         before,
         "nothing changed for the pod that stays"
     );
-    assert_eq!(
-        node.control.reports("stay"),
-        reports,
-        "and so nothing was reported"
+    let after = node.control.reports("stay");
+    assert!(
+        after <= reports + 1,
+        "said once more, for what may have been lost: {after}"
     );
     node.delete("stay", 1);
     node.wait("stay", "gone", |s| s.gone);
