@@ -27,6 +27,14 @@ pub(super) enum Action {
     Delete(Arc<Value>),
 }
 
+/// The pods of one set as they are now.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct PodCounts {
+    /// Neither finished nor on their way out.
+    pub(super) active: i64,
+    pub(super) available: i64,
+}
+
 /// The next round.
 #[derive(Debug)]
 pub(super) struct Plan {
@@ -45,19 +53,19 @@ struct Round<'a> {
     /// Oldest first.
     old: Vec<&'a Arc<Value>>,
     bounds: Bounds,
-    available: &'a HashMap<String, i64>,
+    pods: &'a HashMap<String, PodCounts>,
     created: Option<Value>,
     edits: BTreeMap<String, Value>,
     deletions: Vec<Arc<Value>>,
 }
 
 /// `old_pods_left` says whether a pod of a set other than the new one still exists (finished ones excepted).
-/// `available` counts the available pods by the uid of their set: the statuses of the sets lag behind their pods, and a
-/// count from before the last scaling would let too many pods go.
+/// `pods` counts the pods by the uid of their set: the statuses of the sets lag behind their pods, and counts from before
+/// the last scaling would let too many pods go, or come.
 pub(super) fn plan(
     d: &Value,
     sets: &[Arc<Value>],
-    available: &HashMap<String, i64>,
+    pods: &HashMap<String, PodCounts>,
     old_pods_left: bool,
     now: Timestamp,
 ) -> Plan {
@@ -72,7 +80,7 @@ pub(super) fn plan(
         new,
         old,
         bounds: bounds(d),
-        available,
+        pods,
         created: None,
         edits: BTreeMap::new(),
         deletions: Vec::new(),
@@ -120,11 +128,18 @@ impl<'a> Round<'a> {
 
     /// Pods of the set that are available and will stay.
     fn available(&self, rs: &Value) -> i64 {
-        self.available
-            .get(rs.uid())
-            .copied()
-            .unwrap_or(0)
-            .min(replicas(rs))
+        self.counts(rs).available.min(replicas(rs))
+    }
+
+    fn counts(&self, rs: &Value) -> PodCounts {
+        self.pods.get(rs.uid()).copied().unwrap_or_default()
+    }
+
+    /// Pods that are there or asked for. A set that was scaled down still has its pods for a moment.
+    fn occupied(&self) -> i64 {
+        self.all()
+            .map(|rs| replicas(rs).max(self.counts(rs).active))
+            .sum()
     }
 
     fn edit(&mut self, rs: &Arc<Value>) -> &mut Value {
@@ -275,7 +290,7 @@ impl<'a> Round<'a> {
 
     /// One step of a rolling update: the new set up within the surge, then old ones down within availability.
     fn roll(&mut self) {
-        let room = self.wanted() + self.bounds.surge - self.total();
+        let room = self.wanted() + self.bounds.surge - self.occupied();
         match self.new {
             None => {
                 let size = room.clamp(0, self.wanted());

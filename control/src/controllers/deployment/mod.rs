@@ -12,7 +12,7 @@ use std::sync::Arc;
 use jiff::Timestamp;
 use serde_json::{Value, json};
 
-use self::core::{Action, Plan, plan};
+use self::core::{Action, Plan, PodCounts, plan};
 use self::sets::{API_VERSION, KIND, REVISION, count, is_rolling, replicas, same_template};
 use super::pods::{self, Availability};
 use super::runtime::informer::{Index, Store};
@@ -104,20 +104,24 @@ impl Deployments {
             .any(|pod| !pods::is_finished(&pod))
     }
 
-    /// Available pods by the uid of their set.
-    fn available(&self, d: &Value, owned: &[Arc<Value>], now: Timestamp) -> HashMap<String, i64> {
+    /// Pods by the uid of their set.
+    fn pod_counts(
+        &self,
+        d: &Value,
+        owned: &[Arc<Value>],
+        now: Timestamp,
+    ) -> HashMap<String, PodCounts> {
         let min_ready_s = d.number(&["spec", "minReadySeconds"]).unwrap_or(0);
-        let is_available = |pod: &&Arc<Value>| {
-            pods::is_active(pod)
-                && pods::availability(pod, min_ready_s, now) == Availability::Available
-        };
         let count = |rs: &Arc<Value>| {
-            let pods = self.pods.by(Index::Controller, rs.uid());
-            let count = pods.iter().filter(is_available).count();
-            (
-                rs.uid().to_owned(),
-                i64::try_from(count).unwrap_or(i64::MAX),
-            )
+            let mut counts = PodCounts::default();
+            for pod in self.pods.by(Index::Controller, rs.uid()) {
+                if pods::is_active(&pod) {
+                    counts.active += 1;
+                    let available = pods::availability(&pod, min_ready_s, now);
+                    counts.available += i64::from(available == Availability::Available);
+                }
+            }
+            (rs.uid().to_owned(), counts)
         };
         owned.iter().map(count).collect()
     }
@@ -225,13 +229,13 @@ impl Controller for Deployments {
         let owned = self.claim(&d, session).await?;
         let old_pods_left = !is_rolling(&d) && self.old_pods_left(&d, &owned);
         let now = Timestamp::now();
-        let available = self.available(&d, &owned, now);
+        let pods = self.pod_counts(&d, &owned, now);
         let Plan {
             actions,
             revision,
             status,
             again,
-        } = plan(&d, &owned, &available, old_pods_left, now);
+        } = plan(&d, &owned, &pods, old_pods_left, now);
         for action in actions {
             self.carry_out(&d, action, session).await?;
         }

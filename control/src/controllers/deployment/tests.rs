@@ -7,7 +7,7 @@ use jiff::{SignedDuration, Timestamp};
 use proptest::prelude::*;
 use serde_json::{Value, json};
 
-use super::core::{Action, plan};
+use super::core::{Action, PodCounts, plan};
 use super::sets::{self, Bounds, bounds, replicas, template_hash};
 use crate::controllers::runtime::object::{Object, set};
 
@@ -67,12 +67,16 @@ impl World {
             .sets
             .iter()
             .any(|s| Some(s.object.uid()) != new.as_deref() && !s.pods.is_empty());
-        let ready = |set: &Set| {
-            let count = set.pods.iter().filter(|r| **r).count();
-            (set.object.uid().to_owned(), i64::try_from(count).unwrap())
+        let count = |set: &Set| {
+            let available = set.pods.iter().filter(|r| **r).count();
+            let counts = PodCounts {
+                active: i64::try_from(set.pods.len()).unwrap(),
+                available: i64::try_from(available).unwrap(),
+            };
+            (set.object.uid().to_owned(), counts)
         };
-        let available = self.sets.iter().map(ready).collect();
-        let plan = plan(&self.d, &objects, &available, old_pods, self.now);
+        let pods = self.sets.iter().map(count).collect();
+        let plan = plan(&self.d, &objects, &pods, old_pods, self.now);
         let count = plan.actions.len();
         for action in plan.actions {
             match action {
@@ -160,6 +164,10 @@ impl World {
         i64::try_from(ready).unwrap()
     }
 
+    fn pod_count(&self) -> i64 {
+        i64::try_from(self.sets.iter().map(|s| s.pods.len()).sum::<usize>()).unwrap()
+    }
+
     fn set_image(&mut self, image: u8) {
         let containers = json!([{"name": "c", "image": format!("v{image}")}]);
         set(
@@ -226,6 +234,7 @@ proptest! {
                 Step::Image(image) => world.set_image(image),
             }
             prop_assert!(world.total() <= size + surge, "too many pods asked for: {world:?}");
+            prop_assert!(world.pod_count() <= size + surge, "too many pods at once: {world:?}");
             prop_assert!(
                 world.available() >= size - unavailable,
                 "{} of {size} are available: {world:?}", world.available()
