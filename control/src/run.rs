@@ -90,8 +90,7 @@ pub async fn serve(config: Config, shutdown: CancellationToken) -> Result<(), Ru
         ca_pem: pki.ca_pem.clone(),
         server: pki.server.clone(),
     };
-    let feed_client = client(&api, "weir-feed");
-    let feed = Feed::new(feed_client, &feed_tls, &config.network);
+    let feed = Feed::new(client(&api, "weir-feed"), &feed_tls, &config.network);
     api.set_node_logs(Arc::new(FeedLogs {
         feed: Arc::clone(&feed),
     }));

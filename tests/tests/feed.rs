@@ -1,4 +1,5 @@
 //! The node feed from end to end without root: real store and API, real server, real client over mutual TLS.
+#![allow(clippy::unwrap_used, reason = "a test may stop at any surprise")]
 
 use std::net::SocketAddr;
 use std::path::Path;
