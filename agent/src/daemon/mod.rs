@@ -55,17 +55,18 @@ pub(crate) async fn run(config: Config) -> Result<()> {
     watch_signals(&shutdown)?;
 
     let observe = observe::start(&config, readiness_checks(), shutdown.clone()).await?;
+    // Pods go on while an agent restarts, and they ask for names all the time: DNS waits for nothing but its state.
+    let feed = feed::start(&config, shutdown.clone())?;
+    observe.set_feed(feed.clone());
+    let dns = dns::start(&config, feed.updates(), shutdown.clone())?;
+    tracing::info!(addresses = ?dns.addresses(), "cluster DNS listens");
+    observe.set_dns(dns);
     let (kernel, base) = {
         let config = Arc::clone(&config);
         tokio::task::spawn_blocking(move || prepare(&config)).await??
     };
     observe.checks().pass(CHECK_PROGRAMS);
     observe.set_dataplane(Arc::<Kernel>::clone(&kernel));
-    let feed = feed::start(&config, shutdown.clone())?;
-    observe.set_feed(feed.clone());
-    let dns = dns::start(&config, feed.updates(), shutdown.clone())?;
-    tracing::info!(addresses = ?dns.addresses(), "cluster DNS listens");
-    observe.set_dns(dns);
     let (attachments, cni) = {
         let (config, feed, kernel) = (Arc::clone(&config), feed.clone(), Arc::clone(&kernel));
         let mtu = config.cni.mtu.unwrap_or(base.mtu);
