@@ -11,6 +11,7 @@ use tonic::transport::{Channel, Endpoint, Uri};
 /// Messages and services of CRI `runtime.v1`.
 #[allow(
     clippy::all,
+    clippy::allow_attributes_without_reason,
     clippy::unwrap_used,
     clippy::too_many_lines,
     unreachable_pub,

@@ -12,6 +12,7 @@ use super::http_get;
 /// Messages and client of the gRPC health protocol.
 #[allow(
     clippy::all,
+    clippy::allow_attributes_without_reason,
     clippy::unwrap_used,
     unreachable_pub,
     missing_debug_implementations,

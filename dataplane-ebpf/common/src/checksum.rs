@@ -9,7 +9,10 @@ fn add(sum: u64, from: u32, to: u32) -> u64 {
 }
 
 /// Folds carries of 32-bit additions back in.
-#[allow(clippy::cast_possible_truncation, reason = "the carries are folded in before")]
+#[allow(
+    clippy::cast_possible_truncation,
+    reason = "the carries are folded in before"
+)]
 #[inline(always)]
 fn fold32(sum: u64) -> u32 {
     let sum = (sum & 0xffff_ffff) + (sum >> 32);
@@ -42,7 +45,10 @@ pub fn port_difference(from: (Port, Port), to: (Port, Port)) -> u32 {
 }
 
 /// Applies a difference to a checksum as it lies in a header (RFC 1624, equation 3).
-#[allow(clippy::cast_possible_truncation, reason = "the carries are folded in before")]
+#[allow(
+    clippy::cast_possible_truncation,
+    reason = "the carries are folded in before"
+)]
 #[inline(always)]
 #[must_use]
 pub fn apply(checksum: u16, difference: u32) -> u16 {

@@ -33,7 +33,10 @@ pub trait Refuse: Family {
 }
 
 /// Folds a sum of words and complements it.
-#[allow(clippy::cast_possible_truncation, reason = "the carries are folded in before")]
+#[allow(
+    clippy::cast_possible_truncation,
+    reason = "the carries are folded in before"
+)]
 #[inline(always)]
 fn finish(sum: u32) -> u16 {
     let sum = (sum & 0xffff) + (sum >> 16);
@@ -68,7 +71,10 @@ fn put_addresses<A: Family>(words: &mut [u16], at: usize, packet: &Packet<A>) {
     }
 }
 
-#[allow(clippy::cast_possible_truncation, reason = "both halves of a word are written")]
+#[allow(
+    clippy::cast_possible_truncation,
+    reason = "both halves of a word are written"
+)]
 /// Writes the reset's TCP header at `at`, its checksum from the addresses' words that begin at `addresses`.
 #[inline(always)]
 fn put_tcp<A: Family>(
@@ -85,7 +91,11 @@ fn put_tcp<A: Family>(
         let mut length = segment.payload;
         length += (segment.flags & tcp::SYN != 0) as u32;
         length += (segment.flags & tcp::FIN != 0) as u32;
-        (0, segment.sequence.wrapping_add(length), tcp::RST | tcp::ACK)
+        (
+            0,
+            segment.sequence.wrapping_add(length),
+            tcp::RST | tcp::ACK,
+        )
     };
     words[at] = packet.destination_port.0;
     words[at + 1] = packet.source_port.0;
@@ -171,9 +181,8 @@ impl Refuse for V6 {
         let mut words = [0; 24];
         put_ipv6(&mut words, packet, ICMP_BYTES, ICMPV6);
         words[20] = TYPE_AND_CODE.to_be();
-        let pseudo = sum_words(&words, 4, 20)
-            + (ICMPV6 as u16).to_be() as u32
-            + ICMP_BYTES.to_be() as u32;
+        let pseudo =
+            sum_words(&words, 4, 20) + (ICMPV6 as u16).to_be() as u32 + ICMP_BYTES.to_be() as u32;
         words[21] = finish(pseudo + sum_words(&words, 20, 24) + sum_words(quote, 0, 24));
         words
     }
