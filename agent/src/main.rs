@@ -56,10 +56,22 @@ fn main() -> ExitCode {
     match execute(cli) {
         Ok(()) => ExitCode::SUCCESS,
         Err(e) => {
-            eprintln!("weir-agent: {e:#}");
+            eprintln!("weir-agent: {}", describe(&e));
             ExitCode::FAILURE
         }
     }
+}
+
+/// An error with its causes, each said once: many of our messages name their cause already.
+pub(crate) fn describe(error: &anyhow::Error) -> String {
+    let mut text = error.to_string();
+    for cause in error.chain().skip(1) {
+        let cause = cause.to_string();
+        if !text.contains(cause.trim_end()) {
+            text = format!("{text}: {cause}");
+        }
+    }
+    text.trim_end().to_owned()
 }
 
 #[allow(
@@ -104,5 +116,21 @@ fn execute(cli: Cli) -> Result<()> {
             println!("weir-agent {}", env!("CARGO_PKG_VERSION"));
             Ok(())
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_cause_is_said_once() {
+        let error = Config::load(std::path::Path::new("/none")).unwrap_err();
+        let text = describe(&anyhow::Error::from(error).context("start"));
+        assert_eq!(text.matches("os error 2").count(), 1, "{text}");
+        assert!(
+            text.starts_with("start: read configuration /none: "),
+            "{text}"
+        );
     }
 }

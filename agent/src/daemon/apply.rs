@@ -211,7 +211,7 @@ impl Applier {
         });
         let pass = match work.await {
             Ok(Ok(pass)) => pass,
-            Ok(Err(e)) => return vec![format!("{e:#}")],
+            Ok(Err(e)) => return vec![crate::describe(&e)],
             Err(e) => return vec![format!("compare routes: {e}")],
         };
         let problems: BTreeSet<String> = pass.problems.iter().map(ToString::to_string).collect();
