@@ -20,6 +20,8 @@ pub enum ConfigError {
         path: PathBuf,
         source: toml::de::Error,
     },
+    #[error("configuration {path}: {why}")]
+    Invalid { path: PathBuf, why: String },
 }
 
 /// `weir-control serve --config FILE`.
@@ -85,6 +87,37 @@ impl Default for Network {
 }
 
 impl Network {
+    /// What makes these addresses unusable, and which setting to change.
+    fn problem(&self) -> Option<String> {
+        if self.node_port_first == 0 || self.node_port_first > self.node_port_last {
+            return Some(format!(
+                "network.node_port_first = {} and network.node_port_last = {} hold no ports",
+                self.node_port_first, self.node_port_last
+            ));
+        }
+        for (setting, cidrs) in [
+            ("pod_cidrs", &self.pod_cidrs),
+            ("service_cidrs", &self.service_cidrs),
+        ] {
+            if cidrs.is_empty() {
+                return Some(format!(
+                    "network.{setting} is empty: name a CIDR per address family"
+                ));
+            }
+            let of = |v4: bool| cidrs.iter().filter(|c| c.is_ipv4() == v4).count();
+            if of(true) > 1 || of(false) > 1 {
+                return Some(format!(
+                    "network.{setting} holds two CIDRs of one address family"
+                ));
+            }
+        }
+        let tiny = |c: &&IpNetwork| c.prefix() > if c.is_ipv4() { 28 } else { 124 };
+        let small = self.service_cidrs.iter().find(tiny)?;
+        Some(format!(
+            "network.service_cidrs: {small} is too small for the cluster's own Services"
+        ))
+    }
+
     /// ClusterIPs of cluster DNS, one per service CIDR.
     #[must_use]
     pub fn cluster_dns(&self) -> Vec<IpAddr> {
@@ -121,9 +154,49 @@ impl Config {
             path: path.into(),
             source,
         })?;
-        toml::from_str(&text).map_err(|source| ConfigError::Parse {
+        let config: Self = toml::from_str(&text).map_err(|source| ConfigError::Parse {
             path: path.into(),
             source,
-        })
+        })?;
+        match config.network.problem() {
+            Some(why) => Err(ConfigError::Invalid {
+                path: path.into(),
+                why,
+            }),
+            None => Ok(config),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn load(network: &str) -> Result<Config, String> {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("control.toml");
+        let text = format!(
+            "data_dir = \"d\"\nadvertise = \"192.0.2.1:1\"\nfeed_listen = \"192.0.2.1:2\"\n[network]\n{network}"
+        );
+        std::fs::write(&path, text).unwrap();
+        Config::load(&path).map_err(|e| e.to_string())
+    }
+
+    #[test]
+    fn addresses_that_cannot_work_name_their_setting() {
+        load("").unwrap();
+        for (network, named) in [
+            ("node_port_first = 2\nnode_port_last = 1", "node_port_first"),
+            ("service_cidrs = []", "service_cidrs is empty"),
+            ("service_cidrs = [\"10.0.0.0/30\"]", "too small"),
+            (
+                "pod_cidrs = [\"10.0.0.0/16\", \"10.1.0.0/16\"]",
+                "two CIDRs",
+            ),
+            ("pod_cidr = []", "unknown field `pod_cidr`"),
+        ] {
+            let error = load(network).unwrap_err();
+            assert!(error.contains(named), "{network}: {error}");
+        }
     }
 }

@@ -165,7 +165,7 @@ pub struct Head {
 #[derive(Debug, serde::Deserialize)]
 pub struct HeadMetadata {
     #[serde(default)]
-    pub labels: Option<std::collections::HashMap<String, String>>,
+    pub labels: Option<Map<String, Value>>,
 }
 
 /// Time now as Kubernetes writes it (RFC 3339, whole seconds).

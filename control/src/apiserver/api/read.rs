@@ -158,7 +158,7 @@ pub(crate) fn matches(
         let labels = head.metadata.labels.unwrap_or_default();
         if !query
             .labels
-            .matches(|key| labels.get(key).map(String::as_str))
+            .matches(|key| labels.get(key).and_then(Value::as_str))
         {
             return Ok(false);
         }

@@ -92,18 +92,23 @@ fn mark_gated(pod: &mut Value, now: &str) -> Result<(), ApiError> {
     Ok(())
 }
 
-fn furnish_namespace(object: &mut Value) -> Result<(), ApiError> {
-    let name = text(object, "/metadata/name").to_owned();
-    let metadata = map_mut(object, "metadata")?;
-    let labels = metadata
+/// Every namespace carries its name as a label, so that selectors can name it.
+fn label_with_name(namespace: &mut Value) -> Result<(), ApiError> {
+    let name = text(namespace, "/metadata/name").to_owned();
+    let labels = map_mut(namespace, "metadata")?
         .entry("labels")
-        .or_insert_with(|| Value::Object(Map::new()));
+        .or_insert(Value::Null);
     if labels.is_null() {
         *labels = Value::Object(Map::new());
     }
     if let Value::Object(labels) = labels {
         labels.insert("kubernetes.io/metadata.name".into(), name.into());
     }
+    Ok(())
+}
+
+fn furnish_namespace(object: &mut Value) -> Result<(), ApiError> {
+    label_with_name(object)?;
     let finalizers = map_mut(object, "spec")?
         .entry("finalizers")
         .or_insert(Value::Null);
@@ -144,13 +149,7 @@ pub(super) fn prepare_update(
         // Only the finalize subresource changes them.
         let finalizers = old.pointer("/spec/finalizers").cloned();
         put(map_mut(new, "spec")?, "finalizers", finalizers);
-        let name = text(old, "/metadata/name").to_owned();
-        let labels = map_mut(new, "metadata")?
-            .entry("labels")
-            .or_insert_with(|| Value::Object(Map::new()));
-        if let Value::Object(labels) = labels {
-            labels.insert("kubernetes.io/metadata.name".into(), name.into());
-        }
+        label_with_name(new)?;
     }
     Ok(())
 }

@@ -32,6 +32,8 @@ const BOOKMARK_EVERY: Duration = Duration::from_secs(60);
 const BOOKMARK_BEFORE_END: Duration = Duration::from_secs(2);
 /// A watch without a timeout of its own ends after so many seconds, at random so that not all end at once.
 const TIMEOUT_S: std::ops::Range<u64> = 1800..3600;
+/// No watch lasts longer, whatever it asks for.
+const LONGEST_S: u64 = 24 * 3600;
 const INITIAL_EVENTS_END: &str = "k8s.io/initial-events-end";
 
 pub(super) async fn watch(api: &Arc<Api>, def: &Arc<ResourceDef>, call: Call) -> Answer {
@@ -58,7 +60,9 @@ pub(super) async fn watch(api: &Arc<Api>, def: &Arc<ResourceDef>, call: Call) ->
     };
     let source = api.watch(def, namespace, start.revision).await?;
     let timeout_s = params.timeout_s.filter(|t| *t > 0);
-    let timeout = timeout_s.unwrap_or_else(|| rand::rng().random_range(TIMEOUT_S));
+    let timeout = timeout_s
+        .unwrap_or_else(|| rand::rng().random_range(TIMEOUT_S))
+        .min(LONGEST_S);
     let writer = Writer {
         def: Arc::clone(def),
         form: EventForm::of(&call, form)?,
