@@ -87,7 +87,9 @@ fn merge_member(
                 _ => plain_list(patch),
             };
             target.insert(key.to_owned(), Value::Array(merged));
-            if let Some(order) = order {
+            // Without an order of its own, a patch's elements come in the order that the patch has them.
+            let merges = field.is_some_and(|f| f.patch_merge);
+            if let Some(order) = order.or(merges.then_some(value)) {
                 reorder(field, target, key, &before, order)?;
             }
         }
@@ -324,8 +326,8 @@ mod tests {
             out["containers"],
             json!([
                 {"name": "one", "image": "1", "env": [{"name": "A", "value": "1"}, {"name": "B", "value": "9"}, {"name": "C", "value": "3"}]},
-                {"name": "two", "image": "2"},
-                {"name": "three", "image": "3"}])
+                {"name": "three", "image": "3"},
+                {"name": "two", "image": "2"}])
         );
     }
 

@@ -254,9 +254,9 @@ impl Comparison {
         new: Option<&Value>,
         path: &mut Vec<Element>,
     ) {
-        let member =
-            |side: Option<&'_ Value>| side.and_then(Value::as_object).cloned().unwrap_or_default();
-        let (old, new) = (member(old), member(new));
+        let nothing = Map::new();
+        let old = old.and_then(Value::as_object).unwrap_or(&nothing);
+        let new = new.and_then(Value::as_object).unwrap_or(&nothing);
         for key in old
             .keys()
             .chain(new.keys().filter(|k| !old.contains_key(*k)))
@@ -283,9 +283,8 @@ impl Comparison {
             path.push(name.clone());
             match (old.get(name), new.get(name)) {
                 ([] | [_], [] | [_]) => {
-                    let side = |items: &[&'_ Value]| items.first().copied().cloned();
-                    let (a, b) = (side(old.get(name)), side(new.get(name)));
-                    self.walk(shape.item(), a.as_ref(), b.as_ref(), path);
+                    let (a, b) = (old.get(name).first(), new.get(name).first());
+                    self.walk(shape.item(), a.copied(), b.copied(), path);
                 }
                 ([], _) => self.added.insert(path),
                 (_, []) => self.removed.insert(path),
@@ -345,9 +344,8 @@ fn merge_lists(shape: Shape, live: &Value, config: &Value) -> Vec<Value> {
         let Some(name) = right.order.get(r) else {
             continue;
         };
-        let first = |items: &Items<'_>| items.get(name).first().copied().cloned();
-        if let Some(wanted) = first(&right) {
-            out.push(merge(shape.item(), first(&left).as_ref(), &wanted));
+        if let Some(wanted) = right.get(name).first() {
+            out.push(merge(shape.item(), left.get(name).first().copied(), wanted));
         }
         placed.insert(name);
         shared.next_if(|next| *next == name);
