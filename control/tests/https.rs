@@ -1,4 +1,5 @@
 //! The API server over real TLS: identities, bodies, errors, watches.
+#![allow(clippy::unwrap_used, reason = "a test may stop at any surprise")]
 
 use std::net::SocketAddr;
 use std::sync::Arc;

@@ -1,4 +1,5 @@
 //! A store whose process is killed while it writes has every write that was acknowledged.
+#![allow(clippy::unwrap_used, reason = "a test may stop at any surprise")]
 
 use std::collections::BTreeMap;
 use std::io::{BufRead as _, BufReader, Write as _};

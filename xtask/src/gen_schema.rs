@@ -501,10 +501,10 @@ impl Writer<'_> {
                 {
                     continue;
                 }
-                if let Definition::Struct { fields, markers } = &t.definition {
-                    if self.worth_keeping(index, fields) {
-                        self.write_type(&mut out, index, t, fields, markers)?;
-                    }
+                if let Definition::Struct { fields, markers } = &t.definition
+                    && self.worth_keeping(index, fields)
+                {
+                    self.write_type(&mut out, index, t, fields, markers)?;
                 }
             }
         }
@@ -514,8 +514,8 @@ impl Writer<'_> {
     /// In the meta group, structs without a single JSON field are helpers of the Go code.
     fn worth_keeping(&self, index: usize, fields: &[GoField]) -> bool {
         let package = &PACKAGES[index];
-        let helper_package = package.group == "-";
-        !helper_package && !(package.module == META && fields.is_empty())
+        let helper = package.module == META && fields.is_empty();
+        package.group != "-" && !helper
     }
 
     fn write_type(

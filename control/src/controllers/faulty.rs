@@ -40,11 +40,15 @@ impl Faulty {
     ) -> Result<T, ApiError> {
         let n = self.writes.fetch_add(1, Ordering::SeqCst);
         let fault = || Err(ApiError::new(500, "InternalError", "injected fault"));
-        if n % REFUSED == 0 {
+        if n.is_multiple_of(REFUSED) {
             return fault();
         }
         let done = work.await;
-        if n % LOST == 0 { fault() } else { done }
+        if n.is_multiple_of(LOST) {
+            fault()
+        } else {
+            done
+        }
     }
 }
 
