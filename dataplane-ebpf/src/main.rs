@@ -87,10 +87,11 @@ where
     let Some(link) = maps::link(packet::ifindex(context)) else {
         return drop_packet(DropReason::UnknownLink);
     };
-    let parsed: Parsed<A> = packet::parse(context);
+    let mut parsed: Parsed<A> = packet::parse(context);
     if !parsed.valid {
         return drop_packet(DropReason::Malformed);
     }
+    path::complete_fragment(&mut MapTables, &mut parsed.packet);
     let decision = path::from_pod(&mut MapTables, link, &parsed.packet);
     act::carry_out(context, &parsed, &decision)
 }
@@ -100,10 +101,11 @@ fn run_to_pod<A: LinkAddress + Wire>(context: &TcContext) -> i32
 where
     MapTables: dataplane_common::Tables<A>,
 {
-    let parsed: Parsed<A> = packet::parse(context);
+    let mut parsed: Parsed<A> = packet::parse(context);
     if !parsed.valid {
         return drop_packet(DropReason::Malformed);
     }
+    path::complete_fragment(&mut MapTables, &mut parsed.packet);
     let decision = path::to_pod(&mut MapTables, &parsed.packet);
     act::carry_out(context, &parsed, &decision)
 }
@@ -113,11 +115,12 @@ fn run_from_network<A: LinkAddress + Wire>(context: &TcContext) -> i32
 where
     MapTables: dataplane_common::Tables<A>,
 {
-    let parsed: Parsed<A> = packet::parse(context);
+    let mut parsed: Parsed<A> = packet::parse(context);
     if !parsed.valid {
         // Not for us to judge: the stack knows more of malformed packets, and counts them.
         return PASS;
     }
+    path::complete_fragment(&mut MapTables, &mut parsed.packet);
     let decision = path::from_network(&mut MapTables, &parsed.packet);
     act::carry_out(context, &parsed, &decision)
 }

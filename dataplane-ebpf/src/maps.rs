@@ -3,10 +3,11 @@
 use aya_ebpf::bindings::{BPF_F_NO_PREALLOC, BPF_NOEXIST};
 use aya_ebpf::helpers::{bpf_get_prandom_u32, bpf_ktime_get_ns};
 use aya_ebpf::macros::map;
-use aya_ebpf::maps::{Array, HashMap, PerCpuArray, ProgramArray};
+use aya_ebpf::maps::{Array, HashMap, LruHashMap, PerCpuArray, ProgramArray};
 use aya_ebpf::programs::TcContext;
 use dataplane_common::layout::{
-    Backend, Endpoint, Flow, FlowKey, Frontend, FrontendKey, Link, Node, SlotKey,
+    Affinity, AffinityKey, Backend, Endpoint, Flow, FlowKey, FragmentKey, FragmentPorts, Frontend,
+    FrontendKey, Link, Node, SlotKey,
 };
 use dataplane_common::reason::{DropReason, Event};
 use dataplane_common::tables::{Inserted, Tables};
@@ -18,6 +19,8 @@ const FLOWS: u32 = 262_144;
 const FRONTENDS: u32 = 65_536;
 const SLOTS: u32 = 262_144;
 const ENDPOINTS: u32 = 1_024;
+/// Datagrams in fragments that may be on their way at one time; the oldest is forgotten.
+const FRAGMENTS: u32 = 2_048;
 const LINKS: u32 = 1_024;
 
 #[map(name = "links")]
@@ -95,6 +98,30 @@ macro_rules! family_maps {
             }
 
             #[inline(always)]
+            fn affinity(&mut self, key: &AffinityKey<$family>) -> Option<&Affinity> {
+                // SAFETY: as for `endpoint`.
+                unsafe { $module::AFFINITY.get(key) }
+            }
+
+            #[inline(always)]
+            fn set_affinity(&mut self, key: &AffinityKey<$family>, affinity: &Affinity) {
+                // A full table forgets it: see the trait.
+                let _ = $module::AFFINITY.insert(key, affinity, 0);
+            }
+
+            #[inline(always)]
+            fn fragment(&mut self, key: &FragmentKey<$family>) -> Option<&FragmentPorts> {
+                // SAFETY: an entry that is given to another datagram meanwhile leads this fragment astray at worst.
+                unsafe { $module::FRAGMENT.get(key) }
+            }
+
+            #[inline(always)]
+            fn set_fragment(&mut self, key: &FragmentKey<$family>, ports: &FragmentPorts) {
+                // Without it, later fragments stay without ports.
+                let _ = $module::FRAGMENT.insert(key, ports, 0);
+            }
+
+            #[inline(always)]
             fn flow(&mut self, key: &FlowKey<$family>) -> Option<&mut Flow<$family>> {
                 // SAFETY: the entry outlives its readers. CPUs may write one record at the same time; every field is a
                 // word that is right whichever write comes last.
@@ -135,7 +162,8 @@ macro_rules! family_maps {
     (@maps $family:ty, $node:ident = $node_text:literal, $endpoint:ident = $endpoint_text:literal,
      $frontend:ident = $frontend_text:literal, $slot:ident = $slot_text:literal,
      $backend:ident = $backend_text:literal, $state:ident = $state_text:literal,
-     $flow:ident = $flow_text:literal, $reply:ident = $reply_text:literal) => {
+     $flow:ident = $flow_text:literal, $reply:ident = $reply_text:literal,
+     $affinity:ident = $affinity_text:literal, $fragment:ident = $fragment_text:literal) => {
         #[map(name = $node_text)]
         pub(super) static $node: Array<Node<$family>> = Array::pinned(1, 0);
         #[map(name = $endpoint_text)]
@@ -157,6 +185,12 @@ macro_rules! family_maps {
         #[map(name = $reply_text)]
         pub(super) static $reply: HashMap<FlowKey<$family>, FlowKey<$family>> =
             HashMap::pinned(FLOWS, BPF_F_NO_PREALLOC);
+        #[map(name = $affinity_text)]
+        pub(super) static $affinity: HashMap<AffinityKey<$family>, Affinity> =
+            HashMap::pinned(FRONTENDS, BPF_F_NO_PREALLOC);
+        #[map(name = $fragment_text)]
+        pub(super) static $fragment: LruHashMap<FragmentKey<$family>, FragmentPorts> =
+            LruHashMap::pinned(FRAGMENTS, 0);
     };
 }
 
@@ -173,7 +207,9 @@ family_maps!(
     BACKEND = "backends_v4",
     BACKEND_STATE = "states_v4",
     FLOW = "flows_v4",
-    REPLY = "replies_v4"
+    REPLY = "replies_v4",
+    AFFINITY = "affinity_v4",
+    FRAGMENT = "fragments_v4"
 );
 family_maps!(
     V6,
@@ -185,7 +221,9 @@ family_maps!(
     BACKEND = "backends_v6",
     BACKEND_STATE = "states_v6",
     FLOW = "flows_v6",
-    REPLY = "replies_v6"
+    REPLY = "replies_v6",
+    AFFINITY = "affinity_v6",
+    FRAGMENT = "fragments_v6"
 );
 
 /// What is known of the link with this index.

@@ -5,7 +5,7 @@ use core::mem::MaybeUninit;
 use aya_ebpf::helpers::bpf_skb_load_bytes;
 use aya_ebpf::programs::TcContext;
 use dataplane_common::address::{TCP, UDP};
-use dataplane_common::packet::{FRAGMENT, Packet, WITH_PORTS};
+use dataplane_common::packet::{FRAGMENT, LATER_FRAGMENT, Packet, WITH_PORTS};
 use dataplane_common::{Family, Port, V4, V6};
 
 pub(crate) const IPV4: u16 = 0x0800;
@@ -142,6 +142,10 @@ impl Headers for V4 {
         let fragment = u16::from_be(header.fragment);
         if fragment & MORE_OR_OFFSET != 0 {
             parsed.packet.flags |= FRAGMENT;
+            parsed.packet.identification = header.identification as u32;
+        }
+        if fragment & OFFSET != 0 {
+            parsed.packet.flags |= LATER_FRAGMENT;
         }
         if fragment & OFFSET == 0 && (header.protocol == TCP || header.protocol == UDP) {
             parsed.packet.flags |= WITH_PORTS;
@@ -161,13 +165,21 @@ struct Ipv6Header {
     destination: V6,
 }
 
-/// Hop-by-hop, routing and destination options share this start; a fragment header has the same size as its start.
+/// Hop-by-hop, routing and destination options share this start.
 #[repr(C)]
 #[derive(Clone, Copy)]
 struct ExtensionHeader {
     next_header: u8,
     length: u8,
+}
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct FragmentHeader {
+    next_header: u8,
+    reserved: u8,
     fragment: u16,
+    identification: u32,
 }
 
 impl Headers for V6 {
@@ -195,11 +207,15 @@ impl Headers for V6 {
         while count < MAX_EXTENSION_HEADERS {
             count += 1;
             if protocol == FRAGMENT_HEADER {
-                let Some(extension) = load::<ExtensionHeader>(context, offset) else {
+                let Some(extension) = load::<FragmentHeader>(context, offset) else {
                     return parsed;
                 };
                 parsed.packet.flags |= FRAGMENT;
+                parsed.packet.identification = extension.identification;
                 first = u16::from_be(extension.fragment) & OFFSET == 0;
+                if !first {
+                    parsed.packet.flags |= LATER_FRAGMENT;
+                }
                 protocol = extension.next_header;
                 offset += 8;
                 if !first {

@@ -5,7 +5,7 @@ use aya_ebpf::helpers::{bpf_l3_csum_replace, bpf_l4_csum_replace, bpf_skb_store_
 use aya_ebpf::programs::TcContext;
 use dataplane_common::address::TCP;
 use dataplane_common::checksum;
-use dataplane_common::packet::Decision;
+use dataplane_common::packet::{Decision, LATER_FRAGMENT};
 use dataplane_common::{Family, V4, V6};
 
 use crate::packet::{ETHERNET_HEADER, Parsed};
@@ -35,6 +35,10 @@ pub(crate) fn rewrite<A: Addresses>(
     let addresses = checksum::address_difference(from, to);
     if !A::write(skb, from, to, addresses) {
         return false;
+    }
+    if packet.flags & LATER_FRAGMENT != 0 {
+        // Ports and checksum travel in the first.
+        return true;
     }
     let from = (packet.source_port, packet.destination_port);
     let to = (decision.source_port, decision.destination_port);

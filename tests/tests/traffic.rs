@@ -351,3 +351,20 @@ fn connections_to_a_backend_that_vanished_are_reset() {
         Ok(())
     });
 }
+
+#[test]
+fn datagrams_in_fragments_reach_backends_and_come_back() {
+    cluster(|c| {
+        let payload = vec![7; 3_000];
+        for (family, vip) in VIPS.into_iter().enumerate() {
+            for (pod, name) in [(&c.b, "b"), (&c.far, "far")] {
+                let backend = if family == 0 { pod.v4.clone() } else { pod.v6.clone() };
+                c.nodes.serve(vip, &[&backend])?;
+                let answer = udp(&c.a.netns, port_80(vip), &payload)
+                    .with_context(|| format!("3000 bytes to {vip}, served by {name}"))?;
+                ensure!(answer.server == name, "{answer:?}");
+            }
+        }
+        Ok(())
+    });
+}

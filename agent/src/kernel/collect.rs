@@ -5,7 +5,7 @@
 use std::io;
 use std::path::Path;
 
-use dataplane_common::layout::{Flow, FlowKey};
+use dataplane_common::layout::{Affinity, AffinityKey, Flow, FlowKey};
 use dataplane_common::{Family, V4, V6};
 
 use super::services::open;
@@ -24,6 +24,7 @@ const PRESSURE_DENOMINATOR: usize = 4;
 struct FamilyFlows<A> {
     flows: Table<FlowKey<A>, Flow<A>>,
     replies: Table<FlowKey<A>, FlowKey<A>>,
+    affinities: Table<AffinityKey<A>, Affinity>,
     states: Table<u32, u32>,
     position: Position,
     stage: Stage,
@@ -37,6 +38,7 @@ struct FamilyFlows<A> {
 enum Stage {
     Flows,
     Replies,
+    Affinities,
 }
 
 #[derive(Debug)]
@@ -49,8 +51,8 @@ pub(super) struct Collector {
 impl Collector {
     pub(super) fn open(maps: &Path) -> Result<Self, KernelError> {
         Ok(Self {
-            v4: FamilyFlows::open(maps, ["flows_v4", "replies_v4", "states_v4"])?,
-            v6: FamilyFlows::open(maps, ["flows_v6", "replies_v6", "states_v6"])?,
+            v4: FamilyFlows::open(maps, ["flows_v4", "replies_v4", "affinity_v4", "states_v4"])?,
+            v6: FamilyFlows::open(maps, ["flows_v6", "replies_v6", "affinity_v6", "states_v6"])?,
             walk_all: false,
         })
     }
@@ -81,12 +83,14 @@ impl<A: Family> FamilyFlows<A>
 where
     FlowKey<A>: Plain,
     Flow<A>: Plain,
+    AffinityKey<A>: Plain,
 {
-    fn open(maps: &Path, names: [&'static str; 3]) -> Result<Self, KernelError> {
-        let [flows, replies, states] = names;
+    fn open(maps: &Path, names: [&'static str; 4]) -> Result<Self, KernelError> {
+        let [flows, replies, affinities, states] = names;
         Ok(Self {
             flows: open(maps, flows)?,
             replies: open(maps, replies)?,
+            affinities: open(maps, affinities)?,
             states: open(maps, states)?,
             position: Position::default(),
             stage: Stage::Flows,
@@ -110,6 +114,7 @@ where
             let (map, result) = match self.stage {
                 Stage::Flows => (self.flows.name, self.walk_flows(now_s, report)),
                 Stage::Replies => (self.replies.name, self.walk_replies(report)),
+                Stage::Affinities => (self.affinities.name, self.walk_affinities(now_s)),
             };
             let (entries, last) = result.map_err(|source| KernelError::Map {
                 attempted: "walk",
@@ -124,7 +129,8 @@ where
                     self.count = self.kept;
                     self.stage = Stage::Replies;
                 }
-                (true, Stage::Replies) => {
+                (true, Stage::Replies) => self.stage = Stage::Affinities,
+                (true, Stage::Affinities) => {
                     self.stage = Stage::Flows;
                     self.kept = 0;
                     break;
@@ -177,6 +183,17 @@ where
         for (key, owner) in &batch.entries {
             if self.is_half(key, owner)? && self.is_half(key, owner)? && self.replies.remove(key)? {
                 report.repaired += 1;
+            }
+        }
+        Ok((batch.entries.len(), batch.last))
+    }
+
+    /// Affinities whose time is over choose anew with or without their entry.
+    fn walk_affinities(&mut self, now_s: u32) -> io::Result<(usize, bool)> {
+        let batch = self.affinities.batch(&mut self.position, BATCH_ENTRIES)?;
+        for (key, affinity) in &batch.entries {
+            if now_s > affinity.expires_s {
+                self.affinities.remove(key)?;
             }
         }
         Ok((batch.entries.len(), batch.last))

@@ -57,7 +57,7 @@ pub struct HostLink {
 pub struct Limits {
     /// Flows per address family. Beyond it new flows are dropped and counted (`flow_table_full`).
     pub flows: u32,
-    /// Service ports per address family.
+    /// Service ports per address family; also clients with affinity, of which more choose freely.
     pub frontends: u32,
     /// Places of backends in services, per address family.
     pub slots: u32,

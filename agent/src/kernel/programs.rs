@@ -245,6 +245,7 @@ fn sizes(limits: Limits) -> Vec<(&'static str, u32)> {
     sizes.extend(family("states_v4", "states_v6", limits.slots));
     sizes.extend(family("flows_v4", "flows_v6", limits.flows));
     sizes.extend(family("replies_v4", "replies_v6", limits.flows));
+    sizes.extend(family("affinity_v4", "affinity_v6", limits.frontends));
     sizes
 }
 

@@ -9,7 +9,8 @@ use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
 
 use dataplane_common::layout::{
-    Backend, Endpoint, Flow, FlowKey, Frontend, FrontendKey, Link, Node, SlotKey,
+    Affinity, AffinityKey, Backend, Endpoint, Flow, FlowKey, Frontend, FrontendKey, Link, Node,
+    SlotKey,
 };
 use dataplane_common::{V4, V6};
 
@@ -57,7 +58,13 @@ plain!(
     FrontendKey<V4>,
     FrontendKey<V6>
 );
-plain!(Backend<V4>, Backend<V6>);
+plain!(
+    Backend<V4>,
+    Backend<V6>,
+    AffinityKey<V4>,
+    AffinityKey<V6>,
+    Affinity
+);
 
 #[repr(C)]
 #[derive(Default)]

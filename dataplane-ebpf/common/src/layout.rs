@@ -132,6 +132,43 @@ pub mod backend_state {
     }
 }
 
+/// A client of a service port with affinity.
+#[repr(C)]
+#[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Default, Debug)]
+pub struct AffinityKey<A> {
+    pub client: A,
+    pub service_id: u32,
+}
+
+/// The backend that a client's new flows go to, while it may be used and `expires_s` is not past.
+#[repr(C)]
+#[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
+pub struct Affinity {
+    pub backend_id: u32,
+    /// State word of the backend when it was chosen.
+    pub backend_state: u32,
+    /// Seconds of the monotonic clock.
+    pub expires_s: u32,
+}
+
+/// A datagram that travels in fragments.
+#[repr(C)]
+#[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Default, Debug)]
+pub struct FragmentKey<A> {
+    pub source: A,
+    pub destination: A,
+    pub identification: u32,
+    pub protocol: u32,
+}
+
+/// What only its first fragment carries.
+#[repr(C)]
+#[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
+pub struct FragmentPorts {
+    pub source_port: Port,
+    pub destination_port: Port,
+}
+
 /// An address that lives on this node.
 #[repr(C)]
 #[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
@@ -191,6 +228,7 @@ macro_rules! assert_layout {
 }
 
 assert_layout! {
+    AffinityKey<V4> = 8, AffinityKey<V6> = 20, Affinity = 12, FragmentKey<V4> = 16, FragmentKey<V6> = 40,
     FlowKey<V4> = 16, FlowKey<V6> = 40, Flow<V4> = 56, Flow<V6> = 80, FrontendKey<V4> = 8, FrontendKey<V6> = 20,
     Frontend = 24, SlotKey = 8, Backend<V4> = 12, Backend<V6> = 24, Endpoint = 20, Link = 24, Node<V4> = 32,
     Node<V6> = 56,

@@ -24,14 +24,18 @@ pub struct Packet<A> {
     pub protocol: u8,
     /// Zero unless TCP.
     pub tcp_flags: u8,
-    /// [`WITH_PORTS`] and [`FRAGMENT`].
+    /// [`WITH_PORTS`], [`FRAGMENT`] and [`LATER_FRAGMENT`].
     pub flags: u16,
+    /// Of the datagram that this is a fragment of; zero for whole ones.
+    pub identification: u32,
 }
 
 /// The packet carries the ports of TCP or UDP.
 pub const WITH_PORTS: u16 = 1;
 /// Part of a datagram.
 pub const FRAGMENT: u16 = 2;
+/// Not the first part: no transport header. Its ports, if known, were carried by the first.
+pub const LATER_FRAGMENT: u16 = 4;
 
 impl<A: Family> Packet<A> {
     #[inline(always)]

@@ -4,10 +4,10 @@
 use crate::address::{Family, ICMPV6, Port, V4, V6};
 use crate::flow::Fitness;
 use crate::layout::{
-    ENDPOINT_NODE, ENDPOINT_READY, Endpoint, Flow, FlowKey, LINK_HAS_V4, LINK_HAS_V6, LINK_HOST,
-    Link,
+    ENDPOINT_NODE, ENDPOINT_READY, Endpoint, Flow, FlowKey, FragmentKey, FragmentPorts,
+    LINK_HAS_V4, LINK_HAS_V6, LINK_HOST, Link,
 };
-use crate::packet::{Action, Decision, Packet, Translation};
+use crate::packet::{Action, Decision, FRAGMENT, Packet, Translation, WITH_PORTS};
 use crate::reason::{DropReason, Event};
 use crate::service;
 use crate::tables::{Inserted, Tables};
@@ -108,6 +108,32 @@ impl LinkAddress for V6 {
     #[inline(always)]
     fn is_neighbour_discovery(packet: &Packet<Self>) -> bool {
         packet.protocol == ICMPV6 && packet.destination.is_link_scope()
+    }
+}
+
+/// Gives later fragments the ports that their first fragment had, and remembers those of a first. To be called before
+/// the decision. Fragments that overtake their first stay without ports.
+#[inline(always)]
+pub fn complete_fragment<A: Family, T: Tables<A>>(tables: &mut T, packet: &mut Packet<A>) {
+    if packet.flags & FRAGMENT == 0 {
+        return;
+    }
+    let key = FragmentKey {
+        source: packet.source,
+        destination: packet.destination,
+        identification: packet.identification,
+        protocol: packet.protocol as u32,
+    };
+    if packet.has_ports() {
+        let ports = FragmentPorts {
+            source_port: packet.source_port,
+            destination_port: packet.destination_port,
+        };
+        tables.set_fragment(&key, &ports);
+    } else if let Some(ports) = tables.fragment(&key) {
+        packet.source_port = ports.source_port;
+        packet.destination_port = ports.destination_port;
+        packet.flags |= WITH_PORTS;
     }
 }
 

@@ -1,7 +1,10 @@
 //! From a service port to a flow: the backend's choice, the source that it will see, and the pair of entries.
 
 use crate::address::{Family, Port};
-use crate::layout::{Backend, ENDPOINT_NODE, Flow, FlowKey, FrontendKey, SlotKey, backend_state};
+use crate::layout::{
+    Affinity, AffinityKey, Backend, ENDPOINT_NODE, Flow, FlowKey, FrontendKey, SlotKey,
+    backend_state,
+};
 use crate::packet::Packet;
 use crate::path::{Origin, Translated};
 use crate::reason::{DropReason, Event};
@@ -37,7 +40,7 @@ pub(crate) fn open<A: Family, T: Tables<A>>(
     if tables.frontend(&frontend_key).is_none() {
         return Translated::none(packet);
     }
-    let choice = choose(tables, &frontend_key);
+    let choice = choose(tables, &frontend_key, packet.source, now_s);
     if choice.reason != DropReason::None {
         return Translated::drop(packet, choice.reason);
     }
@@ -65,8 +68,14 @@ pub(crate) fn open<A: Family, T: Tables<A>>(
     enter(tables, &packet.key(), &mut flow, packet)
 }
 
+/// The backend of a new flow: the client's own where the service has affinity, any usable one otherwise.
 #[inline(always)]
-fn choose<A: Family, T: Tables<A>>(tables: &mut T, key: &FrontendKey<A>) -> Choice<A> {
+fn choose<A: Family, T: Tables<A>>(
+    tables: &mut T,
+    key: &FrontendKey<A>,
+    client: A,
+    now_s: u32,
+) -> Choice<A> {
     let mut choice = Choice {
         reason: DropReason::NoBackend,
         id: 0,
@@ -78,6 +87,11 @@ fn choose<A: Family, T: Tables<A>>(tables: &mut T, key: &FrontendKey<A>) -> Choi
             service_id: 0,
         },
     };
+    let mut affinity_key = AffinityKey {
+        client,
+        service_id: 0,
+    };
+    let mut affinity_s = 0;
     let mut attempt = 0;
     while attempt < MAX_PICK_ATTEMPTS {
         attempt += 1;
@@ -91,24 +105,72 @@ fn choose<A: Family, T: Tables<A>>(tables: &mut T, key: &FrontendKey<A>) -> Choi
             break;
         }
         choice.reason = DropReason::BackendMissing;
+        affinity_s = frontend.affinity_s;
+        affinity_key.service_id = service_id;
+        // The first look only: a backend that cannot be used any more gives way to any other.
+        if affinity_s != 0 && attempt == 1 {
+            let id = remembered(tables, &affinity_key, now_s);
+            if id != 0 && take(tables, id, service_id, &mut choice) {
+                break;
+            }
+        }
         let index = ((random as u64 * backends as u64) >> 32) as u32;
         let Some(id) = tables.slot(&SlotKey { service_id, index }) else {
             continue;
         };
         let id = *id;
-        let state = tables.backend_state(id);
-        let Some(backend) = tables.backend(id) else {
-            continue;
-        };
-        if backend_state::kind(state) == backend_state::ACTIVE && backend.service_id == service_id {
-            choice.backend = *backend;
-            choice.id = id;
-            choice.state = state;
-            choice.reason = DropReason::None;
+        if take(tables, id, service_id, &mut choice) {
             break;
         }
     }
+    if choice.reason == DropReason::None && affinity_s != 0 {
+        let affinity = Affinity {
+            backend_id: choice.id,
+            backend_state: choice.state,
+            expires_s: now_s.saturating_add(affinity_s),
+        };
+        tables.set_affinity(&affinity_key, &affinity);
+    }
     choice
+}
+
+/// The backend that a client was given before; zero, which is no backend's id, when there is none or its time is over.
+#[inline(always)]
+fn remembered<A: Family, T: Tables<A>>(tables: &mut T, key: &AffinityKey<A>, now_s: u32) -> u32 {
+    let Some(affinity) = tables.affinity(key) else {
+        return 0;
+    };
+    let (id, state, expires_s) = (
+        affinity.backend_id,
+        affinity.backend_state,
+        affinity.expires_s,
+    );
+    if now_s > expires_s || !backend_state::same_life(tables.backend_state(id), state) {
+        return 0;
+    }
+    id
+}
+
+/// Chooses this backend, if new flows may use it.
+#[inline(always)]
+fn take<A: Family, T: Tables<A>>(
+    tables: &mut T,
+    id: u32,
+    service_id: u32,
+    choice: &mut Choice<A>,
+) -> bool {
+    let state = tables.backend_state(id);
+    let Some(backend) = tables.backend(id) else {
+        return false;
+    };
+    if backend_state::kind(state) != backend_state::ACTIVE || backend.service_id != service_id {
+        return false;
+    }
+    choice.backend = *backend;
+    choice.id = id;
+    choice.state = state;
+    choice.reason = DropReason::None;
+    true
 }
 
 /// Gives the flow another source address where the backend's answer would not come back through us otherwise.

@@ -1,7 +1,10 @@
 //! What decisions read and write. Three occupants: maps in the kernel, ordinary collections in tests, and the replay
 //! of a packet for an operator.
 
-use crate::layout::{Backend, Endpoint, Flow, FlowKey, Frontend, FrontendKey, Node, SlotKey};
+use crate::layout::{
+    Affinity, AffinityKey, Backend, Endpoint, Flow, FlowKey, FragmentKey, FragmentPorts, Frontend,
+    FrontendKey, Node, SlotKey,
+};
 use crate::reason::Event;
 
 /// Result of an insertion that must not replace.
@@ -29,6 +32,14 @@ pub trait Tables<A> {
     fn backend(&mut self, id: u32) -> Option<&Backend<A>>;
     /// See [`crate::layout::backend_state`]. Zero for ids out of range.
     fn backend_state(&mut self, id: u32) -> u32;
+
+    fn affinity(&mut self, key: &AffinityKey<A>) -> Option<&Affinity>;
+    /// Adds or replaces. A full table forgets it: the client's next flow chooses freely.
+    fn set_affinity(&mut self, key: &AffinityKey<A>, affinity: &Affinity);
+
+    fn fragment(&mut self, key: &FragmentKey<A>) -> Option<&FragmentPorts>;
+    /// Adds or replaces, at the cost of the oldest.
+    fn set_fragment(&mut self, key: &FragmentKey<A>, ports: &FragmentPorts);
 
     fn flow(&mut self, key: &FlowKey<A>) -> Option<&mut Flow<A>>;
     fn insert_flow(&mut self, key: &FlowKey<A>, flow: &Flow<A>) -> Inserted;

@@ -349,7 +349,7 @@ pub fn start_servers(netns: &File, name: &str) -> Result<()> {
             }
         });
         std::thread::spawn(move || {
-            let mut buffer = [0; 2048];
+            let mut buffer = [0; 4096];
             while let Ok((length, peer)) = socket.recv_from(&mut buffer) {
                 let mut answer = greeting(&udp_name, peer).into_bytes();
                 answer.extend(&buffer[..length]);

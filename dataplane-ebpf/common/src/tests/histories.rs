@@ -8,8 +8,10 @@ use proptest::prelude::*;
 use super::tables::{Collections, LOCAL_PODS, TestFamily};
 use crate::address::{TCP, UDP};
 use crate::layout::{FlowKey, backend_state};
-use crate::packet::{Action, Decision, Packet, Translation, WITH_PORTS, tcp};
-use crate::path::{from_network, from_pod};
+use crate::packet::{
+    Action, Decision, FRAGMENT, LATER_FRAGMENT, Packet, Translation, WITH_PORTS, tcp,
+};
+use crate::path::{complete_fragment, from_network, from_pod};
 use crate::reason::DropReason;
 use crate::{Port, V4, V6};
 
@@ -101,6 +103,7 @@ fn packet<A: TestFamily>(client: u8, port: u16, service: u8, protocol: u8, flags
         protocol,
         tcp_flags: if protocol == TCP { flags } else { 0 },
         flags: WITH_PORTS,
+        identification: 0,
     }
 }
 
@@ -113,6 +116,7 @@ fn answer<A: TestFamily>(to: &Decision<A>, protocol: u8, flags: u8) -> Packet<A>
         protocol,
         tcp_flags: if protocol == TCP { flags } else { 0 },
         flags: WITH_PORTS,
+        identification: 0,
     }
 }
 
@@ -388,4 +392,87 @@ fn pressure_hurries_half_open_flows_only() {
             && !half_open.is_expired(tables.now_s + 4, false)
     );
     assert!(!established.is_expired(tables.now_s + 7_000, true));
+}
+
+/// A client stays with its backend while that may be used and its time is not over; others choose freely.
+#[test]
+fn affinity_holds_until_its_time_or_its_backend_ends() {
+    let mut tables = Collections::<V4>::new(7, 64);
+    let pods: Vec<_> = (5..=8).map(|pod| (pod, false)).collect();
+    tables.serve(1, TCP, &pods);
+    for frontend in tables.frontends.values_mut() {
+        frontend.affinity_s = 100;
+    }
+    let open = |tables: &mut Collections<V4>, client, port| {
+        from_pod(
+            tables,
+            &V4::link(client),
+            &packet::<V4>(client, port, 1, TCP, tcp::SYN),
+        )
+        .destination
+    };
+    let first = open(&mut tables, 1, 1);
+    for port in 2..20 {
+        tables.now_s += 90;
+        assert_eq!(
+            open(&mut tables, 1, port),
+            first,
+            "each new connection renews it"
+        );
+    }
+    let others: std::collections::HashSet<_> = (1..20)
+        .map(|port| open(&mut tables, 2 + (port % 2) as u8, port))
+        .collect();
+    assert!(others.len() <= 2, "one backend for each client");
+    tables.now_s += 101;
+    let later: std::collections::HashSet<_> = (20..40)
+        .map(|port| {
+            tables.now_s += 101;
+            open(&mut tables, 1, port)
+        })
+        .collect();
+    assert!(later.len() > 1, "after its time the client chooses again");
+    let kept = open(&mut tables, 1, 50);
+    let left: Vec<_> = pods
+        .iter()
+        .copied()
+        .filter(|(pod, _)| V4::pod(*pod) != kept)
+        .collect();
+    tables.serve(1, TCP, &left);
+    for frontend in tables.frontends.values_mut() {
+        frontend.affinity_s = 100;
+    }
+    assert_ne!(
+        open(&mut tables, 1, 51),
+        kept,
+        "a backend that went gives way"
+    );
+}
+
+/// Later fragments go where their first went.
+#[test]
+fn fragments_follow_their_first() {
+    let mut tables = Collections::<V4>::new(7, 16);
+    tables.serve(1, UDP, &[(5, false), (6, false)]);
+    let mut first = packet::<V4>(1, 1, 1, UDP, 0);
+    (first.flags, first.identification) = (WITH_PORTS | FRAGMENT, 77);
+    complete_fragment(&mut tables, &mut first);
+    let sent = from_pod(&mut tables, &V4::link(1), &first);
+    let mut later = first;
+    (later.flags, later.source_port, later.destination_port) =
+        (FRAGMENT | LATER_FRAGMENT, Port::default(), Port::default());
+    complete_fragment(&mut tables, &mut later);
+    let followed = from_pod(&mut tables, &V4::link(1), &later);
+    assert_eq!(
+        (followed.translation, followed.destination),
+        (Translation::Forward, sent.destination)
+    );
+    later.identification = 78;
+    (later.flags, later.source_port, later.destination_port) =
+        (FRAGMENT | LATER_FRAGMENT, Port::default(), Port::default());
+    complete_fragment(&mut tables, &mut later);
+    assert_eq!(
+        from_pod(&mut tables, &V4::link(1), &later).translation,
+        Translation::None
+    );
 }

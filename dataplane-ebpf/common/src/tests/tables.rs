@@ -3,8 +3,9 @@
 use std::collections::HashMap;
 
 use crate::layout::{
-    Backend, ENDPOINT_NODE, ENDPOINT_READY, Endpoint, Flow, FlowKey, Frontend, FrontendKey,
-    LINK_HAS_V4, LINK_HAS_V6, LINK_POD, Link, Node, SlotKey, backend_state,
+    Affinity, AffinityKey, Backend, ENDPOINT_NODE, ENDPOINT_READY, Endpoint, Flow, FlowKey,
+    FragmentKey, FragmentPorts, Frontend, FrontendKey, LINK_HAS_V4, LINK_HAS_V6, LINK_POD, Link,
+    Node, SlotKey, backend_state,
 };
 use crate::path::LinkAddress;
 use crate::reason::Event;
@@ -80,6 +81,8 @@ pub(super) struct Collections<A> {
     pub(super) states: HashMap<u32, u32>,
     pub(super) flows: HashMap<FlowKey<A>, Flow<A>>,
     pub(super) replies: HashMap<FlowKey<A>, FlowKey<A>>,
+    pub(super) affinities: HashMap<AffinityKey<A>, Affinity>,
+    pub(super) fragments: HashMap<FragmentKey<A>, FragmentPorts>,
     pub(super) events: HashMap<Event, u64>,
 }
 
@@ -118,6 +121,8 @@ impl<A: TestFamily> Collections<A> {
             states: HashMap::new(),
             flows: HashMap::new(),
             replies: HashMap::new(),
+            affinities: HashMap::new(),
+            fragments: HashMap::new(),
             events: HashMap::new(),
         }
     }
@@ -244,6 +249,18 @@ impl<A: TestFamily> Tables<A> for Collections<A> {
     }
     fn backend_state(&mut self, id: u32) -> u32 {
         self.states.get(&id).copied().unwrap_or(0)
+    }
+    fn affinity(&mut self, key: &AffinityKey<A>) -> Option<&Affinity> {
+        self.affinities.get(key)
+    }
+    fn set_affinity(&mut self, key: &AffinityKey<A>, affinity: &Affinity) {
+        self.affinities.insert(*key, *affinity);
+    }
+    fn fragment(&mut self, key: &FragmentKey<A>) -> Option<&FragmentPorts> {
+        self.fragments.get(key)
+    }
+    fn set_fragment(&mut self, key: &FragmentKey<A>, ports: &FragmentPorts) {
+        self.fragments.insert(*key, *ports);
     }
     fn flow(&mut self, key: &FlowKey<A>) -> Option<&mut Flow<A>> {
         self.flows.get_mut(key)
