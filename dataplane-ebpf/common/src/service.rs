@@ -250,32 +250,32 @@ fn enter<A: Family, T: Tables<A>>(
     }
 }
 
-/// Claims a reply tuple for the flow, with another source port when the client's is taken.
+/// Claims a reply tuple for the flow, with another source port when a living flow has the one it asks for.
 #[inline(always)]
 fn claim_reply<A: Family, T: Tables<A>>(
     tables: &mut T,
     key: &FlowKey<A>,
     flow: &mut Flow<A>,
 ) -> DropReason {
-    let mut attempt = 0;
-    while attempt < MAX_PORT_ATTEMPTS {
-        attempt += 1;
-        let reply_key = flow.reply_key();
-        match tables.insert_reply(&reply_key, key) {
-            Inserted::Done => return DropReason::None,
-            Inserted::Full => return DropReason::FlowTableFull,
-            Inserted::Exists => {
-                if release_if_dead(tables, &reply_key, flow.client_seen_s) {
-                    continue;
-                }
-                if attempt == 1 {
-                    tables.count(Event::SourcePortChanged);
-                }
-                flow.source_port = random_port(tables);
-            }
-        }
+    let reply_key = flow.reply_key();
+    let mut inserted = tables.insert_reply(&reply_key, key);
+    if inserted == Inserted::Exists && release_if_dead(tables, &reply_key, flow.client_seen_s) {
+        inserted = tables.insert_reply(&reply_key, key);
     }
-    DropReason::SourcePortsExhausted
+    if inserted == Inserted::Exists {
+        tables.count(Event::SourcePortChanged);
+    }
+    let mut attempt = 0;
+    while inserted == Inserted::Exists && attempt < MAX_PORT_ATTEMPTS {
+        attempt += 1;
+        flow.source_port = random_port(tables);
+        inserted = tables.insert_reply(&flow.reply_key(), key);
+    }
+    match inserted {
+        Inserted::Done => DropReason::None,
+        Inserted::Full => DropReason::FlowTableFull,
+        Inserted::Exists => DropReason::SourcePortsExhausted,
+    }
 }
 
 /// Removes a reply entry whose flow is over, belongs to another tuple, or is missing. True when it was removed.
