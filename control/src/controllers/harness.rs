@@ -141,7 +141,10 @@ impl Cluster {
                 .create(resource, &namespace, object.clone())
                 .await
             {
-                Ok(made) => return made,
+                Ok(made) => {
+                    self.seen(resource, &made).await;
+                    return made;
+                }
                 Err(e) if e.code == 403 && start.elapsed() < PATIENCE => {
                     tokio::time::sleep(Duration::from_millis(5)).await;
                 }
@@ -155,7 +158,20 @@ impl Cluster {
         let patched = self
             .client
             .patch(resource, namespace, name, "", PatchKind::Merge, patch);
-        patched.await.unwrap()
+        let made = patched.await.unwrap();
+        self.seen(resource, &made).await;
+        made
+    }
+
+    /// Returns when the cache that the test reads shows a write of the test itself.
+    async fn seen(&self, resource: Resource, made: &Value) {
+        let revision = made.revision();
+        let store = self.store(resource);
+        let waited = store.wait_until(|_, seen| seen >= revision);
+        assert!(
+            tokio::time::timeout(PATIENCE, waited).await.is_ok(),
+            "the cache stands still"
+        );
     }
 
     pub(crate) async fn delete(&self, resource: Resource, key: &Key) {

@@ -163,6 +163,9 @@ async fn slices_follow_the_readiness_of_pods() {
     cluster
         .until(r, |slices| endpoints(slices, true) == 2)
         .await;
+    cluster
+        .until(resources::PODS, |pods| ready(pods).len() == 2)
+        .await;
     let pod = ready(&cluster.store(resources::PODS))[0].clone();
     let patch = json!({"metadata": {"annotations": {OUTCOME: "unready"}}});
     cluster.merge(resources::PODS, &pod.key(), patch).await;

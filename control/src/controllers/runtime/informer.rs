@@ -86,6 +86,45 @@ impl Content {
         old
     }
 
+    /// Makes `items` the whole content; gives what changed by that.
+    fn exchange(&mut self, items: Vec<Arc<Value>>) -> Vec<Change> {
+        let wanted: BTreeSet<Key> = items.iter().map(|o| o.key()).collect();
+        let gone: Vec<Key> = self
+            .objects
+            .keys()
+            .filter(|k| !wanted.contains(*k))
+            .cloned()
+            .collect();
+        let mut changes: Vec<Change> = gone
+            .iter()
+            .map(|key| Change {
+                old: self.take(key),
+                new: None,
+            })
+            .collect();
+        for object in items {
+            let old = self.put(object.clone());
+            if old
+                .as_ref()
+                .is_some_and(|o| o.revision() == object.revision())
+            {
+                continue;
+            }
+            // Another object under the same name: the old one's end must be seen too.
+            let replaced = old.as_ref().is_some_and(|o| o.uid() != object.uid());
+            let (gone, old) = if replaced { (old, None) } else { (None, old) };
+            changes.extend(gone.map(|old| Change {
+                old: Some(old),
+                new: None,
+            }));
+            changes.push(Change {
+                old,
+                new: Some(object),
+            });
+        }
+        changes
+    }
+
     fn take(&mut self, key: &Key) -> Option<Arc<Value>> {
         let old = self.objects.remove(key)?;
         for index in INDEXES {
@@ -206,45 +245,10 @@ impl Store {
 impl Sink for Store {
     fn replace(&self, items: Vec<Arc<Value>>, revision: u64) {
         let handlers = self.handlers.lock().unwrap_or_else(PoisonError::into_inner);
-        let wanted: BTreeSet<Key> = items.iter().map(|o| o.key()).collect();
-        let gone: Vec<Key> = self
-            .read()
-            .objects
-            .keys()
-            .filter(|k| !wanted.contains(*k))
-            .cloned()
-            .collect();
-        for key in gone {
-            let old = self.write().take(&key);
-            Self::hand_out(&handlers, &Change { old, new: None });
-        }
-        for object in items {
-            let old = self.write().put(object.clone());
-            if old
-                .as_ref()
-                .is_some_and(|o| o.revision() == object.revision())
-            {
-                continue;
-            }
-            // Another object under the same name: the old one's end must be seen too.
-            let replaced = old.as_ref().is_some_and(|o| o.uid() != object.uid());
-            if replaced {
-                Self::hand_out(
-                    &handlers,
-                    &Change {
-                        old: old.clone(),
-                        new: None,
-                    },
-                );
-            }
-            let old = old.filter(|_| !replaced);
-            Self::hand_out(
-                &handlers,
-                &Change {
-                    old,
-                    new: Some(object),
-                },
-            );
+        // All of it at once: whoever reads between two objects would see a state that never was.
+        let changes = self.write().exchange(items);
+        for change in &changes {
+            Self::hand_out(&handlers, change);
         }
         drop(handlers);
         self.publish(revision);
