@@ -112,18 +112,6 @@ fn cannot_be_handled(api_version: &str, kind: &str, why: &str) -> ApiError {
     ))
 }
 
-/// Parses a patch document: JSON, or YAML for apply. The texts name duplicate keys.
-///
-/// # Errors
-/// 400 for text that is neither.
-pub fn decode_patch(format: BodyFormat, body: &[u8]) -> Result<(Value, Vec<String>), ApiError> {
-    let result = match format {
-        BodyFormat::Yaml => strict::parse_yaml(body),
-        BodyFormat::Json | BodyFormat::Protobuf => strict::parse_json(body),
-    };
-    parsed(result)
-}
-
 /// Checks an object that a patch produced against its schema: like the field rules of [`decode_object`].
 ///
 /// # Errors
@@ -172,13 +160,6 @@ pub fn encode_protobuf(object: &Value) -> Result<Vec<u8>, ApiError> {
         let kind = object["kind"].as_str().unwrap_or_default();
         ApiError::new(406, "NotAcceptable", format!("{kind} has no protobuf form"))
     })
-}
-
-/// One event of a protobuf watch: the message that follows a frame's four-byte length. `object` is what
-/// [`encode_protobuf`] gave for the event's object.
-#[must_use]
-pub fn encode_protobuf_watch_event(kind: &str, object: &[u8]) -> Vec<u8> {
-    protobuf::encode_watch_event(kind, object)
 }
 
 fn malformed(e: &dyn std::fmt::Display) -> ApiError {

@@ -80,15 +80,5 @@ fn type_for_encoding(
     (carried && kind != "Table").then_some(t)
 }
 
-/// Encodes one watch event: a frame's `WatchEvent` message whose object is an enveloped object.
-pub(crate) fn encode_watch_event(kind: &str, object: &[u8]) -> Vec<u8> {
-    let mut raw = Vec::new();
-    wire::put_bytes(&mut raw, 1, object);
-    let mut out = Vec::new();
-    wire::put_bytes(&mut out, 1, kind.as_bytes());
-    wire::put_bytes(&mut out, 2, &raw);
-    out
-}
-
 #[cfg(test)]
 mod tests;
