@@ -7,6 +7,8 @@ use std::time::{Duration, Instant};
 
 use anyhow::Context;
 
+/// Where pods would reach the API: nothing of a run goes there, and loopback is refused.
+const ADVERTISE: &str = "192.0.2.1";
 const READY_WITHIN: Duration = Duration::from_secs(20);
 
 /// A running weir-control; ends with the value.
@@ -31,7 +33,7 @@ impl Launched {
         std::fs::write(
             &config,
             format!(
-                "data_dir = {data:?}\napi_listen = [\"127.0.0.1:{api}\"]\nadvertise = \"127.0.0.1:{api}\"\nfeed_listen = \"127.0.0.1:{feed}\"\n"
+                "data_dir = {data:?}\napi_listen = [\"127.0.0.1:{api}\"]\nadvertise = \"{ADVERTISE}:{api}\"\nfeed_listen = \"127.0.0.1:{feed}\"\n"
             ),
         )?;
         let log_path = folder.path().join("control.log");
