@@ -80,6 +80,11 @@ enum Task {
     },
     /// Run a folder of case files: one line per case, then `N passed, N failed, N skipped`.
     Cases(cases::Cases),
+    /// Measure the product's optimised programs.
+    Bench {
+        #[arg(value_enum)]
+        what: Bench,
+    },
     /// Boot Debian kernels under QEMU and load, attach and try every eBPF program there.
     Vm {
         /// Only this kernel; repeatable.
@@ -120,6 +125,12 @@ struct Which {
     /// Folder of its files; default: target/cluster.
     #[arg(long)]
     dir: Option<PathBuf>,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum Bench {
+    /// The cluster tier on release programs: time to the first answer, spread, losses while agents die, idle memory.
+    Cluster,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -184,6 +195,9 @@ fn run(task: Task) -> Result<ExitCode> {
         }
         Task::Test { tiers } => test::run(&repo, &tiers)?,
         Task::Cases(which) => cases::run(&repo, &which)?,
+        Task::Bench {
+            what: Bench::Cluster,
+        } => test::bench_cluster(&repo)?,
         Task::Vm { kernel } => {
             let counts = vm::run(&repo, &kernel)?;
             println!("{counts}");

@@ -196,6 +196,20 @@ fn run_tier(repo: &Repo, tier: Tier) -> Result<Counts> {
     }
 }
 
+/// The cluster tier with the optimised programs, for its figures.
+pub(crate) fn bench_cluster(repo: &Repo) -> Result<bool> {
+    prepare(repo, &[Tier::Cluster])?;
+    let mut cargo = repo.cargo();
+    cargo
+        .args(["test", "--package", "weir-tests", "--test", "cluster"])
+        .env("WEIR_BPF_OBJECT", repo.bpf_object())
+        .env("WEIR_CLUSTER_RELEASE", "1");
+    let status = cargo
+        .status()
+        .with_context(|| format!("run {}", shown(&cargo)))?;
+    Ok(status.success())
+}
+
 /// Runs cargo's tests, shows their output as it comes and adds up the results.
 fn cargo_test(repo: &Repo, args: &[&str]) -> Result<Counts> {
     let mut cargo: Command = repo.cargo();

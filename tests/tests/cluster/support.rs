@@ -29,6 +29,9 @@ pub(crate) struct Cluster {
     pub(crate) up_s: f64,
 }
 
+/// Set by `cargo xtask bench cluster`: run the product's optimised programs.
+const RELEASE: &str = "WEIR_CLUSTER_RELEASE";
+
 impl Cluster {
     pub(crate) fn up() -> Result<Self> {
         let root = Path::new(env!("CARGO_MANIFEST_DIR"))
@@ -45,9 +48,16 @@ impl Cluster {
         // What an interrupted run left would be taken over as it is.
         cluster.xtask(&["down", "--name", NAME])?;
         // The bar is about a warm machine: the programs are built before the clock starts.
-        cluster.xtask(&["build"])?;
+        let release = std::env::var_os(RELEASE).is_some();
+        let (build, up): (&[&str], &[&str]) = if release {
+            (&["build", "--release"], &[])
+        } else {
+            (&["build"], &["--dev"])
+        };
+        cluster.xtask(build)?;
+        cluster.xtask(&["image"])?;
         cluster.started = Instant::now();
-        let said = cluster.xtask(&["up", "--name", NAME, "--dev", "--nodes", "3"])?;
+        let said = cluster.xtask(&[&["up", "--name", NAME, "--nodes", "3"], up].concat())?;
         cluster.up_s = cluster.started.elapsed().as_secs_f64();
         println!("{said}");
         Ok(cluster)
