@@ -209,12 +209,7 @@ fn run(task: Task) -> Result<ExitCode> {
             counts.failed == 0
         }
         Task::Build { what, release } => build(&repo, what, release).map(|()| true)?,
-        Task::Image { refresh } => {
-            let (path, made) = image::archive(&repo, refresh)?;
-            let note = if made { "made" } else { "unchanged" };
-            println!(" ✓ {} {note}: {}", path.display(), image::IMAGES.join(", "));
-            true
-        }
+        Task::Image { refresh } => make_images(&repo, refresh).map(|()| true)?,
         Task::Install => {
             if !install::ensure(&repo, &[Purpose::Ebpf, Purpose::Cluster, Purpose::Vm])? {
                 println!(" ✓ nothing is missing");
@@ -233,6 +228,13 @@ fn run(task: Task) -> Result<ExitCode> {
     } else {
         ExitCode::FAILURE
     })
+}
+
+fn make_images(repo: &Repo, refresh: bool) -> Result<()> {
+    let (path, made) = image::archive(repo, refresh)?;
+    let note = if made { "made" } else { "unchanged" };
+    println!(" ✓ {} {note}: {}", path.display(), image::IMAGES.join(", "));
+    Ok(())
 }
 
 fn build(repo: &Repo, what: What, release: bool) -> Result<()> {
