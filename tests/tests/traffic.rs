@@ -358,7 +358,11 @@ fn datagrams_in_fragments_reach_backends_and_come_back() {
         let payload = vec![7; 3_000];
         for (family, vip) in VIPS.into_iter().enumerate() {
             for (pod, name) in [(&c.b, "b"), (&c.far, "far")] {
-                let backend = if family == 0 { pod.v4.clone() } else { pod.v6.clone() };
+                let backend = if family == 0 {
+                    pod.v4.clone()
+                } else {
+                    pod.v6.clone()
+                };
                 c.nodes.serve(vip, &[&backend])?;
                 let answer = udp(&c.a.netns, port_80(vip), &payload)
                     .with_context(|| format!("3000 bytes to {vip}, served by {name}"))?;

@@ -76,6 +76,14 @@ impl Default for Limits {
     }
 }
 
+/// Instructions of a program.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct ProgramSize {
+    pub loaded: u32,
+    /// Those that the verifier walked; kernels before 5.16 do not tell.
+    pub verified: Option<u32>,
+}
+
 /// What the CNI room needs of the dataplane: a seam with three occupants (real, fake, faulty).
 pub trait PodPrograms: Send + Sync {
     /// Attaches the pod programs to the host side and enters the pod in the local endpoint tables. Safe to repeat.
@@ -320,10 +328,10 @@ impl Kernel {
         lock(&self.programs).test_run(program, packet, ifindex, repeat)
     }
 
-    /// Instructions that the verifier walked, for each program; zero where the kernel does not tell.
+    /// How large each loaded program is.
     #[must_use]
-    pub fn verified_instructions(&self) -> BTreeMap<&'static str, u32> {
-        lock(&self.programs).verified_instructions()
+    pub fn program_sizes(&self) -> BTreeMap<&'static str, ProgramSize> {
+        lock(&self.programs).sizes()
     }
 
     /// Removes every pin and attachment below `bpffs`, of every ABI. Traffic through services stops.

@@ -17,7 +17,7 @@ use dataplane_common::{HOST_SNAT_V4, HOST_SNAT_V6, TAIL_REFUSE, V4, V6};
 
 use super::services::{Wire, open};
 use super::table::{Plain, Table};
-use super::{KernelError, Limits};
+use super::{KernelError, Limits, ProgramSize};
 
 use pins::Pins;
 pub(super) use pins::cleanup;
@@ -89,6 +89,9 @@ impl fmt::Debug for Programs {
             .finish_non_exhaustive()
     }
 }
+
+/// One eBPF instruction.
+const INSTRUCTION_BYTES: u32 = 8;
 
 impl Programs {
     /// Loads the object with its maps pinned, and leads links that are pinned already to the new programs.
@@ -187,14 +190,18 @@ impl Programs {
         })
     }
 
-    pub(super) fn verified_instructions(&mut self) -> BTreeMap<&'static str, u32> {
-        let mut counts = BTreeMap::new();
+    pub(super) fn sizes(&mut self) -> BTreeMap<&'static str, ProgramSize> {
+        let mut sizes = BTreeMap::new();
         for program in Program::ALL {
             let info = classifier(&mut self.ebpf, program).and_then(|program| program.info());
-            let count = info.ok().and_then(|info| info.verified_instruction_count());
-            counts.insert(program.name(), count.unwrap_or(0));
+            let Ok(info) = info else { continue };
+            let size = ProgramSize {
+                loaded: info.size_translated().unwrap_or(0) / INSTRUCTION_BYTES,
+                verified: info.verified_instruction_count(),
+            };
+            sizes.insert(program.name(), size);
         }
-        counts
+        sizes
     }
 
     /// Enters the programs that others end in. Those of an earlier agent are replaced one by one, without a gap.

@@ -102,8 +102,16 @@ fn main() -> ExitCode {
 
 fn programs(world: &World) {
     let mut out = std::io::stdout().lock();
-    for (program, instructions) in world.kernel.verified_instructions() {
-        let _ = writeln!(out, "program {program} verified_insns={instructions}");
+    for (program, size) in world.kernel.program_sizes() {
+        // Kernels before 5.16 do not tell what the verifier walked.
+        let verified = size
+            .verified
+            .map_or_else(|| "untold".to_owned(), |n| n.to_string());
+        let _ = writeln!(
+            out,
+            "program {program} insns={} verified_insns={verified}",
+            size.loaded
+        );
     }
 }
 
