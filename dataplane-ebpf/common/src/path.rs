@@ -144,11 +144,12 @@ pub fn from_pod<A: LinkAddress, T: Tables<A>>(
     link: &Link,
     packet: &Packet<A>,
 ) -> Decision<A> {
-    if link.flags & LINK_HOST != 0 {
-        return from_host(tables, packet);
-    }
+    // What the kernel says on every link (solicitations, group reports) asks for no service.
     if A::is_neighbour_discovery(packet) {
         return Decision::untouched(packet, Action::Stack);
+    }
+    if link.flags & LINK_HOST != 0 {
+        return from_host(tables, packet);
     }
     if !A::owned_by(&packet.source, link) {
         return Decision::drop(packet, DropReason::SpoofedSource);
