@@ -102,7 +102,6 @@ fn main() -> ExitCode {
 
 fn programs(world: &World) {
     let mut out = std::io::stdout().lock();
-<<<<<<< HEAD
     for (program, size) in world.kernel.program_sizes() {
         // Kernels before 5.16 do not tell what the verifier walked.
         let verified = size
@@ -113,15 +112,6 @@ fn programs(world: &World) {
             "program {program} insns={} verified_insns={verified}",
             size.loaded
         );
-=======
-    for (program, instructions) in world.kernel.verified_instructions() {
-        // Kernels before 5.16 do not say how much the verifier walked.
-        let walked = match instructions {
-            0 => "unreported".to_owned(),
-            count => count.to_string(),
-        };
-        let _ = writeln!(out, "program {program} verified_insns={walked}");
->>>>>>> 059eb1e (Let what the kernel says on every link pass the host link's program)
     }
 }
 
