@@ -1,5 +1,6 @@
 //! Kubernetes REST over the store: discovery, decoding, validation, patch, watch, authentication.
 
+pub mod admission;
 pub mod api;
 pub mod codec;
 pub mod defaults;

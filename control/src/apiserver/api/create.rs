@@ -7,8 +7,8 @@ use serde_json::Value;
 
 use super::services::Allocation;
 use super::{
-    Api, WRITE_TRIES, WriteOptions, admission, convert, forbidden, invalid, now_text, read,
-    store_error, strategy,
+    Api, WRITE_TRIES, WriteOptions, admission, convert, forbidden, invalid, now_text, policies,
+    read, store_error, strategy,
 };
 use crate::apiserver::object::{self, map_mut, text};
 use crate::apiserver::registry::ResourceDef;
@@ -77,6 +77,9 @@ impl Api {
             let mut draft = object.clone();
             let mut ops = self.namespace_check(def, namespace, &draft).await?;
             let allocation = self.prepare(def, namespace, &mut draft, &uid).await?;
+            let charges = self
+                .charge_quotas(def, namespace, (None, Some(&draft)))
+                .await?;
             if owned.is_none() {
                 let now = now_text();
                 patch::track_update(def.gvk(), None, &mut draft, &options.manager, "", &now);
@@ -98,6 +101,7 @@ impl Api {
                 expect: Expect::Absent,
             });
             ops.extend(allocation.ops);
+            ops.extend(charges);
             match self.store.commit(ops).await {
                 Ok(committed) => {
                     let record = committed.records.into_iter().nth(at).flatten();
@@ -107,7 +111,7 @@ impl Api {
                 Err(StoreError::Conflict { key: met, .. }) if met == key => {
                     return Err(ApiError::already_exists(&def.group, &def.plural, &name));
                 }
-                // The namespace changed, or somebody else took an address: decide again.
+                // The namespace or a quota changed, or somebody else took an address: decide again.
                 Err(StoreError::Conflict { .. }) => {}
                 Err(e) => return Err(store_error(e)),
             }
@@ -135,6 +139,12 @@ impl Api {
         // Before defaulting: whether a field was given matters to admission.
         self.admit_create(def, draft).await?;
         defaults::apply_defaults(def.gvk(), draft, None);
+        let ranges = self.limit_ranges(def, namespace).await?;
+        if policies::fill_limits(def, draft, &ranges) {
+            // The quality of service follows from what was filled in.
+            map_mut(draft, "status")?.shift_remove("qosClass");
+            defaults::apply_defaults(def.gvk(), draft, None);
+        }
         let name = object::name(draft).to_owned();
         if name.is_empty() {
             let message = "Required value: name or generateName is required".to_owned();
@@ -149,6 +159,7 @@ impl Api {
         let mut causes = validation::validate_create(def.gvk(), draft);
         causes.extend(admission::bound_to_request(def, draft));
         invalid(def.gvk(), &name, causes)?;
+        policies::check_limits(def, draft, &ranges)?;
         if def.group.is_empty() && def.kind == "Service" {
             return self.allocate(draft, None).await;
         }

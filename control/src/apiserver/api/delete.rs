@@ -83,6 +83,10 @@ impl Api {
                 Decision::Remove => {
                     let mut ops = vec![Op::Delete { key, expect }];
                     ops.extend(services::release(def, &old));
+                    ops.extend(
+                        self.charge_quotas(def, namespace, (Some(&old), None))
+                            .await?,
+                    );
                     (ops, Arc::clone(&old), true)
                 }
                 Decision::Mark(new) => {

@@ -24,6 +24,7 @@ mod delete;
 mod eviction;
 mod expiry;
 mod pods;
+mod policies;
 mod read;
 mod scale;
 mod services;

@@ -307,3 +307,76 @@ async fn events_are_removed_an_hour_after_they_were_last_seen() {
     assert_eq!(f.api.sweep_events(late).await.unwrap(), 2);
     assert!(f.keys("core/events/").await.is_empty());
 }
+
+#[tokio::test]
+async fn racing_creates_end_at_exactly_the_quota() {
+    const HARD: usize = 3;
+    let f = Fixture::new().await;
+    let quota = json!({"apiVersion": "v1", "kind": "ResourceQuota", "metadata": {"name": "q"},
+        "spec": {"hard": {"configmaps": HARD.to_string()}}});
+    f.create("resourcequotas", quota).await.unwrap();
+    let early = f
+        .create("configmaps", config_map("early"))
+        .await
+        .unwrap_err();
+    assert!(early.message.contains("status unknown for quota: q"));
+    let def = f.api.resource("", "v1", "resourcequotas").unwrap();
+    let target = Target {
+        def: &def,
+        namespace: "default",
+        name: "q",
+        sub: Some(SubresourceKind::Status),
+    };
+    let counted = json!({"status": {"used": {"configmaps": "0"}}});
+    let request = PatchRequest::Patch(PatchKind::Merge, counted);
+    f.api.patch(target, &request, &options()).await.unwrap();
+    let names: Vec<String> = (0..12).map(|n| format!("c{n}")).collect();
+    let racers = names.iter().map(|n| f.create("configmaps", config_map(n)));
+    let results = futures::future::join_all(racers).await;
+    let made: Vec<&String> = names
+        .iter()
+        .zip(&results)
+        .filter_map(|(name, result)| result.is_ok().then_some(name))
+        .collect();
+    assert_eq!(made.len(), HARD);
+    assert!(
+        results
+            .iter()
+            .flat_map(|r| r.as_ref().err())
+            .all(|e| e.code == 403)
+    );
+    let used = async || {
+        let quota = f.api.get(&def, "default", "q").await.unwrap();
+        quota["status"]["used"]["configmaps"].clone()
+    };
+    assert_eq!(used().await, json!("3"));
+    f.delete("configmaps", made[0]).await.unwrap();
+    assert_eq!(used().await, json!("2"), "a delete gives back at once");
+    f.create("configmaps", config_map(made[0])).await.unwrap();
+    assert_eq!(used().await, json!("3"));
+}
+
+#[tokio::test]
+async fn limit_ranges_shape_new_pods() {
+    let f = Fixture::new().await;
+    let range = json!({"apiVersion": "v1", "kind": "LimitRange", "metadata": {"name": "l"},
+        "spec": {"limits": [{"type": "Container", "max": {"cpu": "500m", "memory": "64Mi"}}]}});
+    f.create("limitranges", range).await.unwrap();
+    let pod = |resources: Value| {
+        json!({"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "p"},
+            "spec": {"containers": [{"name": "c", "image": "example.com/app:1", "resources": resources}]}})
+    };
+    let greedy = f.create("pods", pod(json!({"limits": {"cpu": "1"}}))).await;
+    let refused = greedy.unwrap_err();
+    assert_eq!(refused.code, 403);
+    assert_eq!(
+        refused.message,
+        "pods \"p\" is forbidden: maximum cpu usage per Container is 500m, but limit is 1"
+    );
+    let made = f.create("pods", pod(json!({}))).await.unwrap();
+    assert_eq!(
+        made["spec"]["containers"][0]["resources"]["limits"]["memory"],
+        "64Mi"
+    );
+    assert_eq!(made["status"]["qosClass"], "Guaranteed");
+}

@@ -195,10 +195,17 @@ impl Api {
             if new == *old {
                 return Ok((answer(target, &old), extra));
             }
+            // What is removed with its last finalizer holds and counts for nothing any more.
+            let kept = (!strategy::is_finished(def, &new)).then_some(&new);
+            let mut ops = kept.map_or_else(Vec::new, |_| allocation.ops);
+            ops.extend(
+                self.charge_quotas(def, namespace, (Some(&old), kept))
+                    .await?,
+            );
             if options.dry_run {
                 return Ok((answer(target, &Arc::new(new)), extra));
             }
-            match self.write(def, &record, new, allocation).await? {
+            match self.write(def, &record, new, ops).await? {
                 Some(written) => return Ok((answer(target, &written), extra)),
                 None => continue,
             }
@@ -240,13 +247,13 @@ impl Api {
         Ok((new, allocation))
     }
 
-    /// Writes `new` over `record`. `None`: somebody else was faster.
+    /// Writes `new` over `record` together with `more`. `None`: somebody else was faster.
     async fn write(
         &self,
         def: &ResourceDef,
         record: &Record,
         new: Value,
-        allocation: Allocation,
+        more: Vec<Op>,
     ) -> Result<Option<Arc<Value>>, ApiError> {
         let expect = Expect::Revision(record.revision);
         let key = record.key.to_string();
@@ -258,8 +265,8 @@ impl Api {
         } else {
             let value = object::encode(&convert::to_stored(def, new.clone()))?;
             ops.push(Op::Put { key, value, expect });
-            ops.extend(allocation.ops);
         }
+        ops.extend(more);
         match self.store.commit(ops).await {
             Ok(_) if finished => Ok(Some(Arc::new(new))),
             Ok(committed) => match committed.records.into_iter().next().flatten() {

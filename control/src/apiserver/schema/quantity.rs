@@ -79,6 +79,25 @@ impl Quantity {
         }
     }
 
+    /// A number of whole things.
+    #[must_use]
+    pub fn whole(count: i64) -> Self {
+        Self {
+            nanos: i128::from(count) * NANOS,
+            format: Format::Decimal,
+        }
+    }
+
+    /// For ratios only.
+    #[must_use]
+    #[allow(
+        clippy::cast_precision_loss,
+        reason = "a ratio is compared and shown with fewer digits than are kept"
+    )]
+    pub fn as_f64(self) -> f64 {
+        self.nanos as f64 / NANOS as f64
+    }
+
     #[must_use]
     pub fn is_negative(self) -> bool {
         self.nanos < 0
@@ -137,9 +156,22 @@ impl std::ops::Add for Quantity {
     type Output = Self;
     fn add(self, other: Self) -> Self {
         let nanos = (self.nanos + other.nanos).clamp(-MAX_NANOS, MAX_NANOS);
-        Self {
-            nanos,
-            format: self.format,
+        // Nothing has no spelling of its own.
+        let format = if self.nanos == 0 {
+            other.format
+        } else {
+            self.format
+        };
+        Self { nanos, format }
+    }
+}
+
+impl std::ops::Sub for Quantity {
+    type Output = Self;
+    fn sub(self, other: Self) -> Self {
+        self + Self {
+            nanos: -other.nanos,
+            format: other.format,
         }
     }
 }

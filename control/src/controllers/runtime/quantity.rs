@@ -93,39 +93,6 @@ pub(crate) fn units(value: &Value) -> Option<i64> {
     Some(i64::try_from(units).unwrap_or(if units < 0 { i64::MIN } else { i64::MAX }))
 }
 
-/// The shortest canonical text of thousandths of a plain (decimal) quantity.
-pub(crate) fn format_milli(milli: i128) -> String {
-    if milli % 1000 != 0 {
-        return format!("{milli}m");
-    }
-    let mut value = milli / 1000;
-    for suffix in ["", "k", "M", "G", "T", "P", "E"] {
-        if value == 0 || value % 1000 != 0 || suffix == "E" {
-            return format!("{value}{suffix}");
-        }
-        value /= 1000;
-    }
-    value.to_string()
-}
-
-/// The canonical text of a byte amount: in binary units where it is a whole number of them.
-pub(crate) fn format_bytes(milli: i128) -> String {
-    if milli % 1000 != 0 {
-        return format_milli(milli);
-    }
-    let mut value = milli / 1000;
-    if value == 0 || value % 1024 != 0 {
-        return value.to_string();
-    }
-    for suffix in ["", "Ki", "Mi", "Gi", "Ti", "Pi", "Ei"] {
-        if value % 1024 != 0 || suffix == "Ei" {
-            return format!("{value}{suffix}");
-        }
-        value /= 1024;
-    }
-    value.to_string()
-}
-
 #[cfg(test)]
 mod tests {
     use proptest::prelude::*;
@@ -157,24 +124,10 @@ mod tests {
         }
     }
 
-    #[test]
-    fn sums_are_written_canonically() {
-        assert_eq!(format_milli(1500), "1500m");
-        assert_eq!(format_milli(2000), "2");
-        assert_eq!(format_bytes(1_610_612_736_000), "1536Mi");
-        assert_eq!(format_bytes(1000), "1");
-    }
-
     proptest! {
         #[test]
         fn foreign_text_never_panics(text in ".{0,40}") {
             let _ = parse_milli(&text);
-        }
-
-        #[test]
-        fn what_is_written_is_read_back(milli in 0_i64..i64::MAX) {
-            prop_assert_eq!(parse_milli(&format_milli(milli.into())), Some(i128::from(milli)));
-            prop_assert_eq!(parse_milli(&format_bytes(milli.into())), Some(i128::from(milli)));
         }
     }
 }

@@ -1,34 +1,21 @@
 //! Writes into every ResourceQuota what its namespace uses.
 
-mod usage;
-
+use std::collections::BTreeSet;
 use std::sync::Arc;
 
 use serde_json::{Value, json};
 
-use self::usage::Usage;
 use super::runtime::informer::Store;
 use super::runtime::object::{Key, Object, set};
-use super::runtime::quantity::milli;
 use super::runtime::session::{Context, Session};
 use super::runtime::worker::{Again, Controller, KeyQueue, enqueue_changes, tolerate_change};
+use crate::apiserver::admission::usage::{self, Usage};
 use crate::client::{ObjectClient, resources};
 use crate::status::ApiError;
-
-/// Objects of the core group that a quota limits by their bare plural.
-const PLAIN_COUNTS: [&str; 5] = [
-    "secrets",
-    "configmaps",
-    "persistentvolumeclaims",
-    "replicationcontrollers",
-    "resourcequotas",
-];
 
 pub(super) struct Quotas {
     client: Arc<dyn ObjectClient>,
     quotas: Arc<Store>,
-    pods: Arc<Store>,
-    services: Arc<Store>,
 }
 
 impl Quotas {
@@ -56,55 +43,29 @@ impl Quotas {
         Self {
             client: context.client.clone(),
             quotas,
-            pods: context.informers.store(resources::PODS),
-            services: context.informers.store(resources::SERVICES),
         }
     }
 
+    /// What the namespace uses of what the quota limits, as the store has it.
     async fn usage(&self, quota: &Value) -> Result<Usage, ApiError> {
-        let namespace = quota.namespace();
-        let mut usage = usage::of_pods(&self.pods.in_namespace(namespace), quota);
-        usage.extend(usage::of_services(&self.services.in_namespace(namespace)));
-        for name in quota
-            .fields(&["spec", "hard"])
-            .into_iter()
-            .flat_map(|h| h.keys())
-        {
-            if let Some(count) = self.count(namespace, name).await? {
-                usage.insert(name.clone(), count);
+        let hard = quota.fields(&["spec", "hard"]);
+        let names = hard.into_iter().flat_map(|h| h.keys());
+        let counted: BTreeSet<(&str, &str)> = names.map(|n| usage::counted(n)).collect();
+        let catalog = self.client.catalog();
+        let mut total = Usage::new();
+        for (group, plural) in counted {
+            let Some(entry) = catalog
+                .iter()
+                .find(|e| e.resource.plural == plural && e.resource.group == group && e.namespaced)
+            else {
+                continue;
+            };
+            let list = self.client.list(entry.resource, quota.namespace()).await?;
+            for object in &list.items {
+                usage::add(&mut total, usage::of(group, plural, object, quota));
             }
         }
-        Ok(usage)
-    }
-
-    /// The number of objects, or of bytes claimed, under a name that pods and Services do not cover.
-    async fn count(&self, namespace: &str, name: &str) -> Result<Option<i128>, ApiError> {
-        let claimed = name == "requests.storage";
-        let plural = match name.strip_prefix("count/") {
-            Some(full) => full,
-            None if PLAIN_COUNTS.contains(&name) => name,
-            None if claimed => "persistentvolumeclaims",
-            None => return Ok(None),
-        };
-        let (plural, group) = plural.split_once('.').unwrap_or((plural, ""));
-        let catalog = self.client.catalog();
-        let Some(entry) = catalog
-            .iter()
-            .find(|e| e.resource.plural == plural && e.resource.group == group && e.namespaced)
-        else {
-            return Ok(None);
-        };
-        let list = self.client.list(entry.resource, namespace).await?;
-        if claimed {
-            let path = ["spec", "resources", "requests", "storage"];
-            let bytes = list.items.iter().filter_map(|c| milli(c.at(&path)?));
-            return Ok(Some(bytes.map(i128::from).sum()));
-        }
-        Ok(Some(
-            i128::try_from(list.items.len())
-                .unwrap_or(i128::MAX)
-                .saturating_mul(1000),
-        ))
+        Ok(total)
     }
 }
 
@@ -127,8 +88,14 @@ impl Controller for Quotas {
     const WORKERS: usize = 2;
 
     async fn reconcile(&self, key: &Key, session: &Session<'_>) -> Result<Again, ApiError> {
-        let Some(quota) = self.quotas.get(key).filter(|q| !q.is_deleting()) else {
+        if self.quotas.get(key).is_none_or(|q| q.is_deleting()) {
             return Ok(None);
+        }
+        // Read before what it counts: a write that is charged meanwhile changes the quota, and this count is then refused.
+        let r = resources::RESOURCE_QUOTAS;
+        let quota = match self.client.get(r, &key.namespace, &key.name).await {
+            Err(e) if e.is_not_found() => return Ok(None),
+            quota => quota?,
         };
         let empty = serde_json::Map::new();
         let hard = quota.fields(&["spec", "hard"]).unwrap_or(&empty);
@@ -137,7 +104,6 @@ impl Controller for Quotas {
         set(&mut status, &["hard"], Value::Object(hard.clone()));
         set(&mut status, &["used"], Value::Object(used));
         if quota.at(&["status"]) != Some(&status) {
-            let r = resources::RESOURCE_QUOTAS;
             tolerate_change(session.replace_status(r, &quota, status).await)?;
         }
         Ok(None)
