@@ -39,6 +39,7 @@ pub(crate) fn down(cluster: &Cluster) -> Result<()> {
             cluster.name
         );
     }
+    network::require_own(cluster)?;
     let found = Leftovers::find(cluster)?;
     if found.is_empty() {
         println!(

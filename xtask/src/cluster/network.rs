@@ -3,6 +3,7 @@
 use std::collections::BTreeSet;
 use std::fmt::Write as _;
 use std::io::Write as _;
+use std::path::Path;
 use std::process::Stdio;
 
 use anyhow::{Context as _, Result, bail};
@@ -12,6 +13,8 @@ use crate::run::{cmd, output};
 
 /// The bridge inside the switch namespace.
 const BRIDGE: &str = "br0";
+/// Longest alias of a link (IFALIASZ less the final zero).
+const MAX_ALIAS: usize = 255;
 /// Uplink of every namespace behind the switch.
 pub(crate) const UPLINK: &str = "eth0";
 
@@ -33,7 +36,8 @@ pub(crate) fn build(cluster: &Cluster, roles: &[Role]) -> Result<()> {
         batch(
             Some(&switch),
             &format!(
-                "link set lo up\nlink add {BRIDGE} type bridge stp_state 0 forward_delay 0\nlink set {BRIDGE} up\n"
+                "link set lo up\nlink add {BRIDGE} type bridge stp_state 0 forward_delay 0\nlink set {BRIDGE} alias \"{}\" up\n",
+                alias(cluster)
             ),
         )?;
     }
@@ -67,6 +71,40 @@ fn configure(cluster: &Cluster, role: Role) -> Result<()> {
         v6(host)
     );
     batch(Some(&cluster.netns(role)), &commands)
+}
+
+/// The bridge carries the cluster's folder, so that another checkout does not take its namespaces for its own.
+fn alias(cluster: &Cluster) -> String {
+    cluster
+        .dir
+        .to_string_lossy()
+        .replace(['"', '\n'], "_")
+        .chars()
+        .take(MAX_ALIAS)
+        .collect()
+}
+
+/// Fails when the name's namespaces belong to a cluster of another folder that still exists.
+pub(crate) fn require_own(cluster: &Cluster) -> Result<()> {
+    let switch = cluster.netns(Role::Switch);
+    if !namespaces()?.contains(&switch) {
+        return Ok(());
+    }
+    let said = output(&mut cmd(
+        "ip",
+        ["-n", &switch, "-j", "link", "show", BRIDGE],
+    ));
+    let links: serde_json::Value = said
+        .ok()
+        .and_then(|text| serde_json::from_str(&text).ok())
+        .unwrap_or_default();
+    match links[0]["ifalias"].as_str() {
+        Some(dir) if dir != alias(cluster) && Path::new(dir).exists() => bail!(
+            "a cluster {:?} runs from {dir}: add --dir {dir} for that one, or --name for another",
+            cluster.name
+        ),
+        _ => Ok(()),
+    }
 }
 
 /// Names of the machine's named network namespaces.

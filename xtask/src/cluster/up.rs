@@ -40,6 +40,7 @@ pub(crate) struct Wanted {
 pub(crate) fn up(repo: &Repo, cluster: &Cluster, wanted: &Wanted) -> Result<()> {
     super::require_root("up")?;
     preflight(wanted)?;
+    network::require_own(cluster)?;
     let mut steps = Steps::start();
     if install::ensure(repo, &[Purpose::Ebpf, Purpose::Cluster])? {
         steps.done("missing tools installed");
