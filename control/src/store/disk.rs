@@ -1,10 +1,12 @@
 //! The file: redb's tables, what is read from it at start, what one group of changes writes.
 
 use std::collections::BTreeMap;
+use std::os::unix::fs::{OpenOptionsExt as _, PermissionsExt as _};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use bytes::Bytes;
+use redb::backends::FileBackend;
 use redb::{Database, ReadableDatabase, ReadableTable, TableDefinition};
 
 use super::{Event, Record, StoreError};
@@ -13,6 +15,8 @@ use super::{Event, Record, StoreError};
 const RECORDS: TableDefinition<'_, &str, &[u8]> = TableDefinition::new("records");
 const META: TableDefinition<'_, &str, u64> = TableDefinition::new("meta");
 const FORMAT: u64 = 1;
+/// The file holds Secrets.
+const OWNER_ONLY: u32 = 0o600;
 /// The page cache of redb: small, because reads are served from memory.
 const CACHE_BYTES: usize = 4 << 20;
 /// The file is made smaller at start when it is larger than this plus so many times its content.
@@ -23,9 +27,18 @@ const SHRINK_FACTOR: u64 = 4;
 pub(super) type Opener = fn(&Path) -> Result<Database, redb::Error>;
 
 pub(super) fn open_file(path: &Path) -> Result<Database, redb::Error> {
+    let mut options = std::fs::OpenOptions::new();
+    options
+        .read(true)
+        .write(true)
+        .create(true)
+        .truncate(false)
+        .mode(OWNER_ONLY);
+    let file = options.open(path)?;
+    file.set_permissions(std::fs::Permissions::from_mode(OWNER_ONLY))?;
     Ok(Database::builder()
         .set_cache_size(CACHE_BYTES)
-        .create(path)?)
+        .create_with_backend(FileBackend::new(file)?)?)
 }
 
 /// The database, closed and opened again around a failed write: what such a write left is known only after reading.

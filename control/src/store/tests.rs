@@ -41,6 +41,18 @@ async fn names(store: &EmbeddedStore, prefix: &str, at: Option<u64>) -> Vec<Stri
 }
 
 #[test]
+fn only_the_owner_reads_the_file() {
+    use std::os::unix::fs::PermissionsExt as _;
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("store.redb");
+    std::fs::write(&path, "").unwrap();
+    std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o644)).unwrap();
+    let _store = open(&dir);
+    let mode = std::fs::metadata(&path).unwrap().permissions().mode();
+    assert_eq!(mode & 0o777, 0o600);
+}
+
+#[test]
 fn a_topic_is_the_first_two_segments() {
     assert_eq!(topic_of("core/pods/ns/a"), "core/pods");
     assert_eq!(topic_of("core/pods/"), "core/pods");

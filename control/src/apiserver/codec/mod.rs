@@ -92,6 +92,14 @@ pub fn decode_object(
     Ok(Decoded { object, warnings })
 }
 
+/// Reads the configuration of a server-side apply: YAML without rules for its fields.
+///
+/// # Errors
+/// What is wrong with the text.
+pub fn parse_yaml(body: &[u8]) -> Result<Value, String> {
+    strict::parse_yaml(body).map(|parsed| parsed.value)
+}
+
 fn parsed(result: Result<strict::Parsed, String>) -> Result<(Value, Vec<String>), ApiError> {
     let parsed = result.map_err(|e| malformed(&e))?;
     let duplicates = parsed

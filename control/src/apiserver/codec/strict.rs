@@ -10,6 +10,9 @@ use serde_json::{Map, Number, Value};
 const MAX_REPORTED: usize = 100;
 /// Nesting beyond this is refused; serde_json has the same limit of its own, the YAML reader does not.
 const MAX_DEPTH: usize = 128;
+/// The YAML reader looks at every open `[` and `{` for every token, before anything can be refused for its depth. So
+/// the product of both numbers is bounded: about a second of work.
+const MAX_YAML_STEPS: usize = 1 << 29;
 
 /// A parsed document and the paths of its duplicate keys.
 #[derive(Debug)]
@@ -32,8 +35,16 @@ pub(crate) fn parse_json(body: &[u8]) -> Result<Parsed, String> {
     Ok(state.finish(value))
 }
 
-/// Parses one YAML document; JSON is YAML, too.
+/// Parses one YAML document; JSON is YAML, too, and what most clients send as YAML.
 pub(crate) fn parse_yaml(body: &[u8]) -> Result<Parsed, String> {
+    if body.trim_ascii_start().first() == Some(&b'{')
+        && let Ok(parsed) = parse_json(body)
+    {
+        return Ok(parsed);
+    }
+    if yaml_steps(body) > MAX_YAML_STEPS {
+        return Err("too many flow collections for YAML; send JSON".into());
+    }
     let state = State::default();
     let value = Seed {
         state: &state,
@@ -42,6 +53,13 @@ pub(crate) fn parse_yaml(body: &[u8]) -> Result<Parsed, String> {
     .deserialize(serde_yaml_ng::Deserializer::from_slice(body))
     .map_err(|e| e.to_string())?;
     Ok(state.finish(value))
+}
+
+/// At least as many steps as the YAML reader takes over its open collections. Brackets in text count as well: what is
+/// text is known only after reading.
+fn yaml_steps(body: &[u8]) -> usize {
+    let count = |set: &[u8]| body.iter().filter(|b| set.contains(b)).count();
+    count(b"[{").saturating_mul(count(b"[]{},:?\n"))
 }
 
 #[derive(Default)]
@@ -224,5 +242,19 @@ mod tests {
         let deep = "[".repeat(100_000);
         assert!(parse_json(deep.as_bytes()).is_err());
         assert!(parse_yaml(deep.as_bytes()).is_err());
+        assert!(parse_yaml("{a: ".repeat(100_000).as_bytes()).is_err());
+    }
+
+    #[test]
+    fn what_the_yaml_reader_would_chew_on_for_hours_is_refused_at_once() {
+        let open = "[".repeat(1_000);
+        let long = format!("a: {open}{}", "b,".repeat(1_000_000));
+        assert!(yaml_steps(long.as_bytes()) > MAX_YAML_STEPS);
+        assert!(parse_yaml(long.as_bytes()).unwrap_err().contains("JSON"));
+        // JSON is never read by the YAML reader.
+        let members = vec![r#"{"a":["b"]}"#; 50_000].join(",");
+        let json = format!(r#"{{"list":[{members}]}}"#);
+        assert!(yaml_steps(json.as_bytes()) > MAX_YAML_STEPS);
+        assert!(parse_yaml(json.as_bytes()).is_ok());
     }
 }

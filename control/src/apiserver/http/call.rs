@@ -1,8 +1,8 @@
 //! One request on its way through the server.
 
-use bytes::Bytes;
+use bytes::{Bytes, BytesMut};
 use http::{HeaderMap, Method, header};
-use http_body_util::{BodyExt as _, LengthLimitError, Limited};
+use http_body_util::BodyExt as _;
 use hyper::body::Incoming;
 
 use super::authn::Identity;
@@ -13,6 +13,8 @@ use crate::status::ApiError;
 
 /// Largest request body.
 pub(super) const BODY_BYTES: usize = 3 << 20;
+/// So much of a larger body is read and dropped: most clients look for the answer only after they have sent all.
+const DRAINED_BYTES: usize = 16 << 20;
 
 #[derive(Debug)]
 pub(super) struct Call {
@@ -65,16 +67,28 @@ impl Call {
 
     /// The whole body.
     pub(super) async fn read_body(&mut self) -> Result<Bytes, ApiError> {
-        let Some(body) = self.body.take() else {
+        let Some(mut body) = self.body.take() else {
             return Ok(Bytes::new());
         };
-        match Limited::new(body, BODY_BYTES).collect().await {
-            Ok(collected) => Ok(collected.to_bytes()),
-            Err(e) if e.downcast_ref::<LengthLimitError>().is_some() => Err(too_large()),
-            Err(e) => Err(ApiError::bad_request(format!(
-                "the body of the request broke off: {e}"
-            ))),
+        let (mut kept, mut total) = (BytesMut::new(), 0_usize);
+        while let Some(frame) = body.frame().await {
+            let frame = frame.map_err(|e| {
+                ApiError::bad_request(format!("the body of the request broke off: {e}"))
+            })?;
+            let Ok(data) = frame.into_data() else {
+                continue;
+            };
+            total = total.saturating_add(data.len());
+            if total <= BODY_BYTES {
+                kept.extend_from_slice(&data);
+            } else if total > BODY_BYTES + DRAINED_BYTES {
+                break;
+            }
         }
+        if total > BODY_BYTES {
+            return Err(too_large());
+        }
+        Ok(kept.freeze())
     }
 }
 

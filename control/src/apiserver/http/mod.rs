@@ -28,6 +28,7 @@ use crate::pki::Pki;
 use crate::status::ApiError;
 
 mod authn;
+mod budget;
 mod call;
 mod discovery;
 mod documents;
@@ -65,6 +66,7 @@ pub struct Server {
     documents: documents::Documents,
     counters: metrics::Counters,
     connections: Arc<Semaphore>,
+    budget: budget::Budget,
     shutdown: CancellationToken,
 }
 
@@ -80,6 +82,7 @@ impl Server {
             documents,
             counters: metrics::Counters::default(),
             connections: Arc::new(Semaphore::new(CONNECTIONS)),
+            budget: budget::Budget::default(),
             shutdown,
         })
     }
@@ -191,6 +194,10 @@ impl Server {
                         .unwrap_or_else(|_| Err(timeout()))
                 }
             },
+        };
+        let answer = match answer {
+            Ok(answer) => self.budget.charge(answer).await,
+            refused => refused,
         };
         answer.unwrap_or_else(|e| respond::error(media, &e))
     }

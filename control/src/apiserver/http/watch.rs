@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use axum::body::Body;
-use bytes::Bytes;
+use bytes::{Bytes, BytesMut};
 use futures::Stream;
 use http::{HeaderValue, Response, header};
 use rand::Rng as _;
@@ -24,8 +24,10 @@ use crate::apiserver::{codec, object};
 use crate::status::ApiError;
 use crate::store::{Event, Record, StoreError, Watch};
 
-/// Frames that wait for a slow client; the watch itself waits behind them.
-const QUEUE: usize = 16;
+/// Chunks that wait for a slow client; the watch itself waits behind them.
+const QUEUE: usize = 2;
+/// Events of one moment share a chunk up to this size.
+const CHUNK_BYTES: usize = 64 << 10;
 /// How often an idle watch tells how far it is.
 const BOOKMARK_EVERY: Duration = Duration::from_secs(60);
 /// The last bookmark comes so long before the end.
@@ -129,10 +131,11 @@ impl Session {
     }
 
     async fn follow(&mut self, start: Start) -> Result<(), Ended> {
+        let mut chunk = BytesMut::new();
         for record in start.initial.iter().flat_map(|l| &l.records) {
-            let frame = self.writer.event("ADDED", record);
-            self.send(frame).await?;
+            self.add(&mut chunk, "ADDED", record).await?;
         }
+        self.flush(&mut chunk).await?;
         if self.params.initial_events && self.params.bookmarks {
             self.bookmark(start.revision, true).await?;
         }
@@ -166,17 +169,34 @@ impl Session {
             Err(StoreError::Closed) => return Err(Ended),
             Err(e) => return self.fail(&crate::apiserver::api::store_error(e)).await,
         };
+        let mut chunk = BytesMut::new();
         for event in events {
             match self.translate(&event) {
-                Ok(Some((kind, record))) => {
-                    let frame = self.writer.event(kind, &record);
-                    self.send(frame).await?;
-                }
+                Ok(Some((kind, record))) => self.add(&mut chunk, kind, &record).await?,
                 Ok(None) => {}
-                Err(e) => return self.fail(&e).await,
+                Err(e) => {
+                    self.flush(&mut chunk).await?;
+                    return self.fail(&e).await;
+                }
             }
         }
+        self.flush(&mut chunk).await
+    }
+
+    async fn add(&self, chunk: &mut BytesMut, kind: &str, record: &Record) -> Result<(), Ended> {
+        let frame = self.writer.event(kind, record).map_err(unwritable)?;
+        if !chunk.is_empty() && chunk.len() + frame.len() > CHUNK_BYTES {
+            self.flush(chunk).await?;
+        }
+        chunk.extend_from_slice(&frame);
         Ok(())
+    }
+
+    async fn flush(&self, chunk: &mut BytesMut) -> Result<(), Ended> {
+        if chunk.is_empty() {
+            return Ok(());
+        }
+        self.send(Ok(chunk.split().freeze())).await
     }
 
     /// What an event means to this watch: objects enter and leave its selection.
@@ -218,14 +238,18 @@ impl Session {
     }
 
     async fn send(&self, frame: Result<Bytes, ApiError>) -> Result<(), Ended> {
-        match frame {
-            Ok(frame) => self.frames.send(frame).await.map_err(|_| Ended),
-            Err(error) => {
-                tracing::error!(%error, "a watch event cannot be written");
-                Err(Ended)
-            }
+        let sent = self.frames.send(frame.map_err(unwritable)?);
+        // A client that does not read keeps its watch no longer than one that does.
+        match tokio::time::timeout_at(self.deadline, sent).await {
+            Ok(Ok(())) => Ok(()),
+            Ok(Err(_)) | Err(_) => Err(Ended),
         }
     }
+}
+
+fn unwritable(error: ApiError) -> Ended {
+    tracing::error!(%error, "a watch event cannot be written");
+    Ended
 }
 
 impl Writer {

@@ -138,8 +138,7 @@ pub(super) async fn patch(
             PatchRequest::Patch(PatchKind::StrategicMerge, json()?)
         }
         "application/apply-patch+yaml" => {
-            let config = serde_yaml_ng::from_slice(&body);
-            let config: Value = config.map_err(|e: serde_yaml_ng::Error| malformed(&e))?;
+            let config = codec::parse_yaml(&body).map_err(|e| malformed(&e))?;
             expect_kind(&config, body_kind(def, sub))?;
             PatchRequest::Apply {
                 config,
