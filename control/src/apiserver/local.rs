@@ -9,7 +9,9 @@ use async_trait::async_trait;
 use serde_json::{Value, json};
 use tokio::sync::mpsc;
 
-use super::api::{Api, DeleteRequest, ListQuery, PatchRequest, Target, WriteOptions, read_view};
+use super::api::{
+    Api, DeleteRequest, ListQuery, PatchRequest, Target, Warnings, WriteOptions, read_view,
+};
 use super::codec::FieldValidation;
 use super::object;
 use super::registry::{ResourceDef, SubresourceKind, Text, Verb};
@@ -45,6 +47,7 @@ impl LocalClient {
             dry_run: false,
             manager: self.manager.into(),
             validation: FieldValidation::Ignore,
+            warnings: Warnings::default(),
         }
     }
 

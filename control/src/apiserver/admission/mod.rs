@@ -2,6 +2,7 @@
 //! path reads the policies, asks here, and puts what is charged into the transaction of the write.
 
 pub mod limits;
+pub mod pod_security;
 pub mod quota;
 pub mod resources;
 pub mod usage;

@@ -4,7 +4,7 @@ use std::net::{IpAddr, SocketAddr};
 
 use serde_json::{Value, json};
 
-use super::{Api, Target, WriteOptions};
+use super::{Api, Target, Warnings, WriteOptions};
 use crate::apiserver::codec::FieldValidation;
 use crate::config::nth_address;
 use crate::status::ApiError;
@@ -159,6 +159,7 @@ fn options() -> WriteOptions {
         dry_run: false,
         manager: MANAGER.into(),
         validation: FieldValidation::Strict,
+        warnings: Warnings::default(),
     }
 }
 

@@ -75,8 +75,9 @@ impl Api {
         let uid = uuid::Uuid::new_v4().to_string();
         for _ in 0..WRITE_TRIES {
             let mut draft = object.clone();
-            let mut ops = self.namespace_check(def, namespace, &draft).await?;
+            let (mut ops, home) = self.namespace_check(def, namespace, &draft).await?;
             let allocation = self.prepare(def, namespace, &mut draft, &uid).await?;
+            policies::check_pod_security(def, &home, &draft, options)?;
             let charges = self
                 .charge_quotas(def, namespace, (None, Some(&draft)))
                 .await?;
@@ -166,15 +167,15 @@ impl Api {
         Ok(Allocation::default())
     }
 
-    /// The namespace exists and is not ending, also at the moment of the commit.
+    /// The namespace, which exists and is not ending, also at the moment of the commit.
     async fn namespace_check(
         &self,
         def: &ResourceDef,
         namespace: &str,
         object: &Value,
-    ) -> Result<Vec<Op>, ApiError> {
+    ) -> Result<(Vec<Op>, Arc<Value>), ApiError> {
         if !def.namespaced {
-            return Ok(Vec::new());
+            return Ok((Vec::new(), Arc::new(Value::Null)));
         }
         let key = format!("core/namespaces/{namespace}");
         let Some(record) = self.store.get(&key).await.map_err(store_error)? else {
@@ -182,10 +183,11 @@ impl Api {
         };
         let found = object::decode(&record)?;
         if text(&found, "/metadata/deletionTimestamp").is_empty() {
-            return Ok(vec![Op::Check {
+            let check = Op::Check {
                 key,
                 expect: Expect::Revision(record.revision),
-            }]);
+            };
+            return Ok((vec![check], found));
         }
         let why = format!(
             "unable to create new content in namespace {namespace} because it is being terminated"

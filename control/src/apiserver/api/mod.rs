@@ -1,7 +1,7 @@
 //! Objects through defaulting, allocation, validation and revisions into the store: the one code path behind HTTP and
 //! [`LocalClient`](super::local::LocalClient).
 
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 use arc_swap::ArcSwap;
 use jiff::Timestamp;
@@ -50,6 +50,28 @@ pub struct WriteOptions {
     /// Field manager.
     pub manager: String,
     pub validation: FieldValidation,
+    /// What the client is told beside the answer.
+    pub warnings: Warnings,
+}
+
+/// Warnings of one write, shared between all who take part in it.
+#[derive(Clone, Debug, Default)]
+pub struct Warnings(Arc<Mutex<Vec<String>>>);
+
+impl Warnings {
+    /// Adds a warning; a write that is tried again says it once.
+    fn push(&self, warning: String) {
+        let mut list = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        if !list.contains(&warning) {
+            list.push(warning);
+        }
+    }
+
+    /// Takes all warnings.
+    #[must_use]
+    pub fn take(&self) -> Vec<String> {
+        std::mem::take(&mut self.0.lock().unwrap_or_else(PoisonError::into_inner))
+    }
 }
 
 /// The API without its transport.

@@ -4,7 +4,8 @@ use std::sync::Arc;
 
 use serde_json::Value;
 
-use super::{Api, forbidden, store_error};
+use super::{Api, WriteOptions, forbidden, store_error};
+use crate::apiserver::admission::pod_security::{self, Mode};
 use crate::apiserver::admission::{limits, quota};
 use crate::apiserver::object;
 use crate::apiserver::registry::ResourceDef;
@@ -76,6 +77,26 @@ impl Api {
         }
         Ok(ops)
     }
+
+    /// Pod Security of a changed template. Of pods themselves nothing may change that it looks at.
+    pub(super) async fn judge_template(
+        &self,
+        def: &ResourceDef,
+        namespace: &str,
+        (old, new): (&Value, &Value),
+        options: &WriteOptions,
+    ) -> Result<(), ApiError> {
+        let gvk = def.gvk();
+        if is_core(def, "Pod") || pod_security::pods_of(gvk, old) == pod_security::pods_of(gvk, new)
+        {
+            return Ok(());
+        }
+        let key = format!("core/namespaces/{namespace}");
+        let Some(record) = self.store.get(&key).await.map_err(store_error)? else {
+            return Ok(());
+        };
+        check_pod_security(def, &*object::decode(&record)?, new, options)
+    }
 }
 
 /// Fills the defaults of LimitRanges in. True when that changed the object.
@@ -101,6 +122,41 @@ pub(super) fn check_limits(
             many => format!("[{}]", many.join(", ")),
         };
         return Err(forbidden(def, object::name(object), &why));
+    }
+    Ok(())
+}
+
+/// Judges the pods that an object is or makes by the Pod Security labels of its namespace. Templates are only warned
+/// about: what they make is refused when it is made.
+pub(super) fn check_pod_security(
+    def: &ResourceDef,
+    namespace: &Value,
+    object: &Value,
+    options: &WriteOptions,
+) -> Result<(), ApiError> {
+    let Some(pod) = pod_security::pods_of(def.gvk(), object) else {
+        return Ok(());
+    };
+    let judge = |mode| pod_security::violations(pod, &pod_security::policy(namespace, mode));
+    if is_core(def, "Pod")
+        && let Some(found) = judge(Mode::Enforce)
+    {
+        return Err(forbidden(
+            def,
+            object::name(object),
+            &format!("violates {found}"),
+        ));
+    }
+    if let Some(found) = judge(Mode::Warn) {
+        options.warnings.push(format!("would violate {found}"));
+    }
+    if let Some(found) = judge(Mode::Audit) {
+        tracing::info!(
+            namespace = object::name(namespace),
+            kind = &*def.kind,
+            name = object::name(object),
+            "would violate {found}"
+        );
     }
     Ok(())
 }

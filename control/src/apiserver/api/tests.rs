@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use serde_json::{Value, json};
 
-use super::{Api, DeleteRequest, ListQuery, PatchRequest, Target, WriteOptions};
+use super::{Api, DeleteRequest, ListQuery, PatchRequest, Target, Warnings, WriteOptions};
 use crate::apiserver::codec::FieldValidation;
 use crate::apiserver::registry::SubresourceKind;
 use crate::client::PatchKind;
@@ -22,6 +22,7 @@ fn options() -> WriteOptions {
         dry_run: false,
         manager: "test".into(),
         validation: FieldValidation::Strict,
+        warnings: Warnings::default(),
     }
 }
 
@@ -379,4 +380,48 @@ async fn limit_ranges_shape_new_pods() {
         "64Mi"
     );
     assert_eq!(made["status"]["qosClass"], "Guaranteed");
+}
+
+#[tokio::test]
+async fn pod_security_refuses_pods_and_warns_about_templates() {
+    let f = Fixture::new().await;
+    let namespaces = f.api.resource("", "v1", "namespaces").unwrap();
+    let label = async |level: &str| {
+        let patch = json!({"metadata": {"labels": {"pod-security.kubernetes.io/enforce": level,
+            "pod-security.kubernetes.io/warn": "restricted"}}});
+        let target = Target {
+            def: &namespaces,
+            namespace: "",
+            name: "default",
+            sub: None,
+        };
+        let request = PatchRequest::Patch(PatchKind::Merge, patch);
+        f.api.patch(target, &request, &options()).await
+    };
+    assert_eq!(label("strange").await.unwrap_err().code, 422);
+    label("baseline").await.unwrap();
+    let spec =
+        json!({"hostPID": true, "containers": [{"name": "c", "image": "example.com/app:1"}]});
+    let pod = json!({"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "p"}, "spec": spec});
+    let refused = f.create("pods", pod).await.unwrap_err();
+    assert_eq!(
+        (refused.code, refused.message.as_str()),
+        (
+            403,
+            "pods \"p\" is forbidden: violates PodSecurity \"baseline:latest\": host namespaces (hostPID=true)"
+        )
+    );
+    let template = json!({"apiVersion": "v1", "kind": "PodTemplate", "metadata": {"name": "t"},
+        "template": {"spec": spec}});
+    let def = f.api.resource("", "v1", "podtemplates").unwrap();
+    let told = options();
+    f.api
+        .create(&def, "default", template, &told)
+        .await
+        .unwrap();
+    let warnings = told.warnings.take();
+    assert_eq!(warnings.len(), 1, "{warnings:?}");
+    assert!(
+        warnings[0].starts_with("would violate PodSecurity \"restricted:latest\": host namespaces")
+    );
 }

@@ -202,6 +202,10 @@ impl Api {
                 self.charge_quotas(def, namespace, (Some(&old), kept))
                     .await?,
             );
+            if target.sub.is_none() {
+                self.judge_template(def, namespace, (&old, &new), options)
+                    .await?;
+            }
             if options.dry_run {
                 return Ok((answer(target, &Arc::new(new)), extra));
             }

@@ -5,7 +5,7 @@ use base64::engine::general_purpose::URL_SAFE_NO_PAD;
 use serde_json::{Value, json};
 
 use super::route::Query;
-use crate::apiserver::api::{ListQuery, WriteOptions};
+use crate::apiserver::api::{ListQuery, Warnings, WriteOptions};
 use crate::apiserver::codec::FieldValidation;
 use crate::apiserver::registry::ResourceDef;
 use crate::apiserver::selector::{FieldSelector, LabelSelector};
@@ -205,6 +205,7 @@ pub(super) fn write_options(
         dry_run,
         manager,
         validation,
+        warnings: Warnings::default(),
     })
 }
 

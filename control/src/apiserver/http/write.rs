@@ -79,7 +79,8 @@ pub(super) async fn create(api: &Arc<Api>, def: &ResourceDef, mut call: Call) ->
         .create(def, &call.path.namespace, decoded.object, &options)
         .await?;
     let answer = read::object_answer(def, form, &call, 201, &made)?;
-    Ok(respond::warn(answer, &decoded.warnings))
+    let warnings = [decoded.warnings, options.warnings.take()].concat();
+    Ok(respond::warn(answer, &warnings))
 }
 
 pub(super) async fn update(
@@ -100,7 +101,8 @@ pub(super) async fn update(
     let (object, created) = api.update(target, decoded.object, &options).await?;
     let code = if created { 201 } else { 200 };
     let answer = read::object_answer(def, form, &call, code, &object)?;
-    Ok(respond::warn(answer, &decoded.warnings))
+    let warnings = [decoded.warnings, options.warnings.take()].concat();
+    Ok(respond::warn(answer, &warnings))
 }
 
 fn target<'a>(def: &'a ResourceDef, sub: Option<&SubresourceDef>, call: &'a Call) -> Target<'a> {
@@ -160,6 +162,7 @@ pub(super) async fn patch(
     let ((object, created), warnings) = api.patch(target, &request, &options).await?;
     let code = if created { 201 } else { 200 };
     let answer = read::object_answer(def, form, &call, code, &object)?;
+    let warnings = [warnings, options.warnings.take()].concat();
     Ok(respond::warn(answer, &warnings))
 }
 

@@ -119,6 +119,7 @@ fn core_rules(kind: &str, root: &At<'_>) {
         "ConfigMap" => config::config_map(root),
         "Secret" => config::secret(root),
         "Node" => policy::node(root),
+        "Namespace" => policy::namespace(root),
         "Endpoints" => service::endpoints(root),
         "ReplicationController" => workloads::replication_controller(root),
         "PodTemplate" => pod::template(&root.get("template")),

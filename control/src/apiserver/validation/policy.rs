@@ -7,6 +7,7 @@ use super::cursor::At;
 use super::metadata::label_selector;
 use super::names;
 use super::workloads::count_or_percent;
+use crate::apiserver::admission::pod_security;
 use crate::apiserver::schema::quantity::Quantity;
 
 const RBAC_GROUP: &str = "rbac.authorization.k8s.io";
@@ -236,6 +237,18 @@ pub(super) fn lease(root: &At<'_>) {
     }
     let transitions = spec.get("leaseTransitions");
     transitions.non_negative();
+}
+
+/// A level that nobody knows would protect nothing.
+pub(super) fn namespace(root: &At<'_>) {
+    let labels = root.get("metadata").get("labels");
+    for (label, value, detail) in root
+        .value()
+        .map(pod_security::bad_labels)
+        .unwrap_or_default()
+    {
+        labels.key(&label).invalid_value(value, detail);
+    }
 }
 
 pub(super) fn quota(root: &At<'_>) {
