@@ -55,10 +55,13 @@ pub(super) async fn run(
                         told = Some((whole, tokio::time::Instant::now()));
                     }
                 }
-                Err(e) if !failing => {
-                    tracing::warn!(error = %e, "cannot report this node; trying again")
+                Err(e) => {
+                    // The Node may be gone: the next report says all that makes it.
+                    told = None;
+                    if !failing {
+                        tracing::warn!(error = %e, "cannot report this node; trying again");
+                    }
                 }
-                Err(_) => {}
             }
             if failing && result.is_ok() {
                 tracing::info!("the control plane takes reports of this node again");

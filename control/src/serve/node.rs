@@ -28,7 +28,14 @@ impl Feed {
         let now = now_us();
         let node = match self.client.get(resources::NODES, "", &report.name).await {
             Ok(node) => node,
-            Err(error) if error.is_not_found() => self.register(&report).await?,
+            Err(error) if error.is_not_found() && report.full => self.register(&report).await?,
+            // A Lease alone cannot make a Node: it would stand without addresses and conditions.
+            Err(error) if error.is_not_found() => {
+                return Err(Status::not_found(format!(
+                    "there is no Node {:?}: report it in full",
+                    report.name
+                )));
+            }
             Err(error) => return Err(api_status("read the Node", &error)),
         };
         self.logs.learn(&report.name, &report.node_api_address);

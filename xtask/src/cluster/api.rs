@@ -14,7 +14,7 @@ use super::supervise::{self, Files, Spec};
 use super::{Cluster, config};
 use crate::install;
 use crate::repo::Repo;
-use crate::run::quiet;
+use crate::run::{output, quiet};
 
 /// The control plane must answer and the nodes be ready within these times.
 const CONTROL_LIMIT_S: u64 = 30;
@@ -110,6 +110,22 @@ pub(super) fn wait_ready(repo: &Repo, cluster: &Cluster, nodes: usize) -> Result
     )
 }
 
+/// The pod CIDRs of every node of the cluster, by the node's index.
+pub(super) fn pod_cidrs(repo: &Repo, cluster: &Cluster) -> Result<Vec<(u32, Vec<String>)>> {
+    let mut ask = kubectl(repo, cluster)?;
+    ask.args(["get", "nodes", "-o"]);
+    ask.arg("jsonpath={range .items[*]}{.metadata.name} {.spec.podCIDRs[*]}{\"\\n\"}{end}");
+    let listed = output(&mut ask).context("read the nodes' pod CIDRs")?;
+    Ok(listed.lines().filter_map(node_line).collect())
+}
+
+/// `n2 10.244.1.0/24 fd00:10:244:1::/64`
+fn node_line(line: &str) -> Option<(u32, Vec<String>)> {
+    let mut words = line.split_whitespace();
+    let index = super::node_index(words.next()?)?;
+    Some((index, words.map(str::to_owned).collect()))
+}
+
 /// One watch; `ready` holds the names of the ready nodes at its end.
 fn follow_nodes(
     repo: &Repo,
@@ -171,4 +187,23 @@ pub(super) fn diagnosis(cluster: &Cluster) -> String {
         }
     }
     text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_line_names_the_node_and_its_cidrs() {
+        assert_eq!(
+            node_line("n2 10.244.1.0/24 fd00:10:244:1::/64"),
+            Some((
+                2,
+                vec!["10.244.1.0/24".to_owned(), "fd00:10:244:1::/64".to_owned()]
+            ))
+        );
+        assert_eq!(node_line("n3 "), Some((3, Vec::new())));
+        assert_eq!(node_line("other 10.0.0.0/24"), None);
+        assert_eq!(node_line(""), None);
+    }
 }

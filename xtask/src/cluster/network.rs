@@ -107,6 +107,24 @@ pub(crate) fn require_own(cluster: &Cluster) -> Result<()> {
     }
 }
 
+/// Leads pod addresses from the control plane's namespace to their nodes: pods reach the API with their own addresses,
+/// as on any network where the machines know the pod routes.
+pub(crate) fn route_to_pods(cluster: &Cluster, cidrs: &[(u32, Vec<String>)]) -> Result<()> {
+    let mut routes = String::new();
+    for (index, cidrs) in cidrs {
+        let host = Role::Node(*index).host().context("a node has an address")?;
+        for cidr in cidrs {
+            let via = if cidr.contains(':') {
+                v6(host)
+            } else {
+                v4(host)
+            };
+            let _ = writeln!(routes, "route replace {cidr} via {via} dev {UPLINK}");
+        }
+    }
+    batch(Some(&cluster.netns(Role::Control)), &routes)
+}
+
 /// Names of the machine's named network namespaces.
 pub(crate) fn namespaces() -> Result<BTreeSet<String>> {
     match std::fs::read_dir("/run/netns") {

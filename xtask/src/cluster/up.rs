@@ -49,12 +49,12 @@ pub(crate) fn up(repo: &Repo, cluster: &Cluster, wanted: &Wanted) -> Result<()> 
     cluster.claim_dir()?;
     copy_programs(&programs, cluster)?;
     let nodes: Vec<u32> = (1..=wanted.nodes).collect();
-    retire_nodes(repo, cluster, wanted.nodes, &mut steps)?;
     build_network(cluster, &nodes)?;
     steps.done(format!(
         "network: switch, control plane, client, {} nodes",
         nodes.len()
     ));
+    retire_nodes(repo, cluster, wanted.nodes, &mut steps)?;
 
     let mut spec = Spec {
         listen: Some(api_address(cluster)?),
@@ -117,6 +117,8 @@ fn bring_up(
         Ok(())
     })?;
     api::wait_ready(repo, cluster, nodes.len())?;
+    let pods = api::pod_cidrs(repo, cluster)?;
+    network::route_to_pods(cluster, &pods).context("lead the control plane's answers to pods")?;
     steps.done(format!("{} nodes ready", nodes.len()));
     Ok(())
 }
@@ -222,6 +224,8 @@ fn retire_nodes(repo: &Repo, cluster: &Cluster, wanted: u32, steps: &mut Steps) 
         spec.programs
             .retain(|name, _| !extra.iter().any(|i| name.ends_with(&format!("-n{i}"))));
         supervise_programs(cluster, &spec)?;
+        // It may have been down, with its supervisor, until now.
+        api::wait_control(repo, cluster, &spec)?;
         let names: Vec<String> = extra.iter().map(|i| Role::Node(*i).label()).collect();
         let mut delete = api::kubectl(repo, cluster)?;
         delete

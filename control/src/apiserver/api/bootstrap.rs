@@ -58,6 +58,8 @@ impl Api {
             .service_cidrs
             .iter()
             .filter_map(|c| nth_address(*c, 1))
+            // A family without an endpoint would refuse the clients that try it first.
+            .filter(|ip| ip.is_ipv4() == advertise.is_ipv4())
             .collect();
         let labels = json!({"component": "apiserver", "provider": "kubernetes"});
         let service = service("default", "kubernetes", labels, ports, first);

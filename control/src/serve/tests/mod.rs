@@ -325,6 +325,19 @@ fn ready(status: &str) -> Condition {
 }
 
 #[tokio::test]
+async fn a_lease_alone_makes_no_node() {
+    let cluster = cluster().await;
+    let mut client = cluster.node("n1").await;
+    let lease = NodeReport {
+        name: "n1".into(),
+        ..NodeReport::default()
+    };
+    let refused = client.report_node(lease).await.unwrap_err();
+    assert_eq!(refused.code(), tonic::Code::NotFound, "{refused}");
+    assert!(cluster.api.get(resources::NODES, "", "n1").await.is_err());
+}
+
+#[tokio::test]
 async fn a_node_registers() {
     let cluster = cluster().await;
     let mut client = cluster.node("n1").await;
