@@ -1,5 +1,6 @@
 //! Starts a control plane of its own for a run: loopback only, data in a temporary folder.
 
+use std::io::{ErrorKind, Read as _, Write as _};
 use std::net::TcpListener;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
@@ -10,6 +11,8 @@ use anyhow::Context;
 /// Where pods would reach the API: nothing of a run goes there, and loopback is refused.
 const ADVERTISE: &str = "192.0.2.1";
 const READY_WITHIN: Duration = Duration::from_secs(20);
+/// One look at whether the server reads its connections.
+const ANSWERS_WITHIN: Duration = Duration::from_millis(500);
 
 /// A running weir-control; ends with the value.
 #[derive(Debug)]
@@ -64,7 +67,7 @@ impl Launched {
         log: &Path,
     ) -> anyhow::Result<()> {
         let deadline = Instant::now() + READY_WITHIN;
-        while std::net::TcpStream::connect(("127.0.0.1", port)).is_err() {
+        while !answers(port) {
             let ended = self.child.try_wait()?;
             if ended.is_some() || Instant::now() > deadline {
                 let text = std::fs::read_to_string(log).unwrap_or_default();
@@ -95,6 +98,19 @@ impl Drop for Launched {
         let _ended = self.child.kill();
         let _reaped = self.child.wait();
     }
+}
+
+/// Whether the server reads. Its port is open before its keys are made, so connecting is not enough: what is no TLS is
+/// answered with an alert or the end of the connection.
+fn answers(port: u16) -> bool {
+    let Ok(mut stream) = std::net::TcpStream::connect(("127.0.0.1", port)) else {
+        return false;
+    };
+    let prepared = stream
+        .set_read_timeout(Some(ANSWERS_WITHIN))
+        .and_then(|()| stream.write_all(b"GET / HTTP/1.0\r\n\r\n"));
+    let read = prepared.and_then(|()| stream.read(&mut [0; 16]));
+    !matches!(read, Err(e) if matches!(e.kind(), ErrorKind::WouldBlock | ErrorKind::TimedOut))
 }
 
 fn free_port() -> anyhow::Result<u16> {
