@@ -9,6 +9,7 @@ use anyhow::Context as _;
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
 use clap::{Parser, Subcommand};
+use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use tokio_util::sync::CancellationToken;
 use tracing_subscriber::EnvFilter;
 use weir_control::config::Config;
@@ -116,6 +117,7 @@ fn serve(config: Config) -> anyhow::Result<()> {
         .with_ansi(std::io::stderr().is_terminal())
         .with_writer(std::io::stderr)
         .init();
+    raise_file_limit();
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .enable_all()
         .build()
@@ -137,6 +139,15 @@ fn serve(config: Config) -> anyhow::Result<()> {
             .await
             .context("run the control plane")
     })
+}
+
+/// Clients hold a connection each, and the usual soft limit of 1024 is for programs that use select(2).
+fn raise_file_limit() {
+    let raised = getrlimit(Resource::RLIMIT_NOFILE)
+        .and_then(|(_, hard)| setrlimit(Resource::RLIMIT_NOFILE, hard, hard));
+    if let Err(error) = raised {
+        tracing::warn!(%error, "raise the limit of open files");
+    }
 }
 
 fn issue_node(config: &Config, name: &str, ips: &[IpAddr], out: &Path) -> anyhow::Result<()> {

@@ -38,6 +38,8 @@ use hub::Hub;
 /// How long a new stream waits for the first complete list of every kind.
 const SYNC_TIMEOUT: Duration = Duration::from_secs(10);
 const KEEPALIVE_INTERVAL: Duration = Duration::from_secs(10);
+/// A connection without a finished TLS handshake is nobody's and ends.
+const HANDSHAKE: Duration = Duration::from_secs(10);
 
 /// Why the feed server could not run.
 #[derive(Debug, thiserror::Error)]
@@ -162,7 +164,8 @@ impl Feed {
                 &tls.server.cert_pem,
                 &tls.server.key_pem,
             ))
-            .client_ca_root(Certificate::from_pem(&tls.ca_pem));
+            .client_ca_root(Certificate::from_pem(&tls.ca_pem))
+            .timeout(HANDSHAKE);
         let incoming = TcpIncoming::from(listener).with_nodelay(Some(true));
         let server = Server::builder()
             .tls_config(tls)

@@ -325,6 +325,21 @@ fn ready(status: &str) -> Condition {
 }
 
 #[tokio::test]
+async fn a_connection_without_a_handshake_ends() {
+    use tokio::io::AsyncReadExt as _;
+    let cluster = cluster().await;
+    let mut silent = tokio::net::TcpStream::connect(cluster.address)
+        .await
+        .unwrap();
+    let mut answer = Vec::new();
+    let ended = tokio::time::timeout(2 * super::HANDSHAKE, silent.read_to_end(&mut answer)).await;
+    assert!(
+        ended.is_ok(),
+        "the server keeps a connection that says nothing"
+    );
+}
+
+#[tokio::test]
 async fn a_lease_alone_makes_no_node() {
     let cluster = cluster().await;
     let mut client = cluster.node("n1").await;
