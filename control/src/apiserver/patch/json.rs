@@ -7,6 +7,22 @@ use crate::status::ApiError;
 /// Operations in one patch; more are refused with 413, as upstream does.
 pub(super) const MAX_OPERATIONS: usize = 10_000;
 
+/// What all copies of one patch may add: each can double the object.
+const MAX_COPIED_BYTES: usize = 3 << 20;
+/// A value without its text: members are charged for what they take in memory.
+const NODE_BYTES: usize = 32;
+
+/// Roughly what a copy of the value takes.
+fn weight(value: &Value) -> usize {
+    let inner = match value {
+        Value::String(text) => text.len(),
+        Value::Array(items) => items.iter().map(weight).sum(),
+        Value::Object(map) => map.iter().map(|(k, v)| k.len() + weight(v)).sum(),
+        Value::Null | Value::Bool(_) | Value::Number(_) => 0,
+    };
+    NODE_BYTES + inner
+}
+
 /// Applies all operations, or none.
 ///
 /// # Errors
@@ -25,14 +41,25 @@ pub(super) fn apply(target: &mut Value, patch: &Value) -> Result<(), ApiError> {
         return Err(ApiError::new(413, "RequestEntityTooLarge", message));
     }
     let mut result = target.clone();
+    let mut copied = 0;
     for (index, operation) in operations.iter().enumerate() {
-        apply_one(&mut result, operation, index)?;
+        apply_one(&mut result, operation, index, &mut copied)?;
     }
     *target = result;
     Ok(())
 }
 
-fn apply_one(target: &mut Value, operation: &Value, index: usize) -> Result<(), ApiError> {
+fn too_much_copied() -> ApiError {
+    let message = format!("the copies of a JSON patch may add at most {MAX_COPIED_BYTES} bytes");
+    ApiError::new(413, "RequestEntityTooLarge", message)
+}
+
+fn apply_one(
+    target: &mut Value,
+    operation: &Value,
+    index: usize,
+    copied: &mut usize,
+) -> Result<(), ApiError> {
     let text = |key: &str| operation.get(key).and_then(Value::as_str);
     let malformed = |what: &str| {
         ApiError::bad_request(format!(
@@ -63,9 +90,13 @@ fn apply_one(target: &mut Value, operation: &Value, index: usize) -> Result<(), 
         ),
         "copy" => {
             let from = pointer("from")?;
-            find(target, &from)
-                .cloned()
-                .and_then(|copied| add(target, &path, copied))
+            let found = find(target, &from);
+            *copied += found.map_or(0, weight);
+            if *copied > MAX_COPIED_BYTES {
+                return Err(too_much_copied());
+            }
+            let value = found.cloned();
+            value.and_then(|value| add(target, &path, value))
         }
         "move" => {
             let from = pointer("from")?;
@@ -285,5 +316,15 @@ mod tests {
         ] {
             assert_eq!(patched(json!({"a": 1}), patch.clone()), Err(400), "{patch}");
         }
+    }
+
+    #[test]
+    fn copies_that_double_the_object_are_bounded() {
+        let copies =
+            (0..64).map(|n| json!({"op": "copy", "from": "/x", "path": format!("/x/{n}")}));
+        let patch = Value::Array(copies.collect());
+        let mut target = json!({"x": {"a": "b"}});
+        assert_eq!(apply(&mut target, &patch).unwrap_err().code, 413);
+        assert_eq!(target, json!({"x": {"a": "b"}}));
     }
 }
