@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 
 use rcgen::{
     BasicConstraints, CertificateParams, DistinguishedName, DnType, ExtendedKeyUsagePurpose, IsCa,
-    Issuer, KeyPair, KeyUsagePurpose, SanType,
+    Issuer, KeyPair, KeyUsagePurpose, PublicKeyData as _, SanType,
 };
 use rustls_pki_types::pem::PemObject as _;
 use rustls_pki_types::{CertificateDer, PrivateKeyDer};
@@ -118,7 +118,12 @@ impl Authority {
     /// `NoCa` when there is none, `File` and `Content` when it cannot be used.
     pub fn load(data_dir: &Path) -> Result<Self, PkiError> {
         let dir = data_dir.join("pki");
-        match read_pair(&dir, "ca")? {
+        let _lock = lock_existing(&dir)?;
+        Self::load_from(&dir)
+    }
+
+    fn load_from(dir: &Path) -> Result<Self, PkiError> {
+        match read_pair(dir, "ca")? {
             Some(pair) => Self::from_pair(&pair, &dir.join("ca.crt")),
             None => Err(PkiError::NoCa {
                 path: dir.join("ca.crt"),
@@ -245,6 +250,7 @@ impl Pki {
     pub fn open(data_dir: &Path, names: &[String], ips: &[IpAddr]) -> Result<Self, PkiError> {
         let dir = data_dir.join("pki");
         create_dir(&dir)?;
+        let _lock = lock(&dir)?;
         let authority = Authority::load_or_create(&dir)?;
         let server = authority.load_or_issue(
             &dir,
@@ -279,9 +285,39 @@ fn admin_subject() -> Subject {
 /// # Errors
 /// `NoCa` when the control plane has not run yet.
 pub fn admin(data_dir: &Path) -> Result<(String, CertKey), PkiError> {
-    let authority = Authority::load(data_dir)?;
-    let pair = authority.load_or_issue(&data_dir.join("pki"), "admin", &admin_subject())?;
+    let dir = data_dir.join("pki");
+    let _lock = lock_existing(&dir)?;
+    let authority = Authority::load_from(&dir)?;
+    let pair = authority.load_or_issue(&dir, "admin", &admin_subject())?;
     Ok((authority.ca_pem, pair))
+}
+
+/// Held while pairs are read or made: a starting control plane and `weir-control kubeconfig` may do so at once, and a
+/// certificate of the one would meet a key of the other.
+fn lock(dir: &Path) -> Result<fs::File, PkiError> {
+    let path = dir.join("lock");
+    fs::OpenOptions::new()
+        .write(true)
+        .create(true)
+        .truncate(false)
+        .mode(0o600)
+        .open(&path)
+        .and_then(|file| file.lock().map(|()| file))
+        .map_err(|source| PkiError::File {
+            what: "lock",
+            path,
+            source,
+        })
+}
+
+/// As [`lock`], for those who need a CA that is there.
+fn lock_existing(dir: &Path) -> Result<fs::File, PkiError> {
+    if dir.is_dir() {
+        return lock(dir);
+    }
+    Err(PkiError::NoCa {
+        path: dir.join("ca.crt"),
+    })
 }
 
 fn still_good(pair: &CertKey, subject: &Subject, now_s: i64) -> bool {
@@ -295,6 +331,12 @@ fn still_good(pair: &CertKey, subject: &Subject, now_s: i64) -> bool {
         return false;
     };
     if cert.validity().not_after.timestamp() - now_s < RENEW_BEFORE_S {
+        return false;
+    }
+    // A crash between the two files leaves a new key beside an old certificate.
+    let own_key = KeyPair::from_pem(&pair.key_pem)
+        .is_ok_and(|key| key.subject_public_key_info() == cert.public_key().raw);
+    if !own_key {
         return false;
     }
     let names = cert.subject_alternative_name().ok().flatten();
@@ -428,6 +470,42 @@ mod tests {
             let mode = entry.unwrap().metadata().unwrap().permissions().mode();
             assert_eq!(mode & 0o777, 0o600);
         }
+    }
+
+    #[test]
+    fn a_start_and_a_kubeconfig_at_once_make_one_pair() {
+        for _ in 0..8 {
+            let dir = tempfile::tempdir().unwrap();
+            let path = dir.path();
+            // The CA is there, as after the first moments of a start.
+            Authority::load_or_create(&path.join("pki")).unwrap();
+            let pairs = std::thread::scope(|scope| {
+                let admins: Vec<_> = (0..4)
+                    .map(|_| scope.spawn(|| admin(path).unwrap().1))
+                    .collect();
+                let opened = Pki::open(path, &[], &[]).unwrap().admin;
+                let mut pairs: Vec<CertKey> =
+                    admins.into_iter().map(|t| t.join().unwrap()).collect();
+                pairs.push(opened);
+                pairs
+            });
+            for pair in &pairs {
+                assert_eq!(pair.cert_pem, pairs[0].cert_pem);
+                assert_eq!(pair.key_pem, pairs[0].key_pem);
+            }
+        }
+    }
+
+    #[test]
+    fn a_certificate_beside_another_key_is_made_anew() {
+        let dir = tempfile::tempdir().unwrap();
+        let first = Pki::open(dir.path(), &[], &[]).unwrap();
+        let key = KeyPair::generate().unwrap().serialize_pem();
+        write_private(&dir.path().join("pki/admin.key"), key.as_bytes()).unwrap();
+        let second = Pki::open(dir.path(), &[], &[]).unwrap();
+        assert_ne!(first.admin.cert_pem, second.admin.cert_pem);
+        assert_ne!(second.admin.key_pem, key);
+        assert_eq!(first.server.cert_pem, second.server.cert_pem);
     }
 
     #[test]
