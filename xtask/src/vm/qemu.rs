@@ -128,10 +128,14 @@ pub(super) fn boot(
         &program.to_string_lossy(),
         ["-nographic", "-no-reboot", "-nic", "none"],
     );
-    qemu.args(["-m", MEMORY_MB, "-smp", "2", "-accel"]);
+    qemu.args(["-m", MEMORY_MB]);
     match accelerator {
-        Accelerator::Kvm => qemu.args(["kvm", "-cpu", "host"]),
-        Accelerator::Tcg => qemu.args(["tcg,thread=multi", "-cpu", "max"]),
+        Accelerator::Kvm => qemu.args(["-smp", "2", "-accel", "kvm", "-cpu", "host"]),
+        // One CPU: a kernel patches its own text while it boots, and an emulated CPU on a thread of its own may take
+        // the breakpoint of a patch that is already done, which the kernel answers with a panic.
+        Accelerator::Tcg => {
+            qemu.args(["-smp", "1", "-accel", "tcg,thread=single", "-cpu", "max"])
+        }
     };
     qemu.arg("-kernel")
         .arg(kernel)
