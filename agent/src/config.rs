@@ -48,6 +48,8 @@ pub struct Config {
     #[serde(default)]
     pub dns: Dns,
     #[serde(default)]
+    pub flow_table: FlowTable,
+    #[serde(default)]
     pub observe: Observe,
     /// Present in whole-cluster mode only: the agent runs pods through this runtime.
     pub pods: Option<Pods>,
@@ -103,6 +105,34 @@ impl Default for Dns {
             upstreams: Vec::new(),
             ttl_s: 30,
             pods: crate::dns::PodRecords::Insecure,
+        }
+    }
+}
+
+/// The table of connections.
+#[derive(Clone, Copy, Debug, Default, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct FlowTable {
+    /// Flows per address family, at least 1,024; default: by the memory of the machine or of the agent's cgroup, from
+    /// 65,536 (up to 8 GiB) to 1,048,576. Applies when the table is made: on the first start after a boot or a cleanup.
+    pub max_flows: Option<MaxFlows>,
+}
+
+/// A size of the flow table that works.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
+#[serde(try_from = "u32")]
+pub struct MaxFlows(pub u32);
+
+impl TryFrom<u32> for MaxFlows {
+    type Error = String;
+
+    fn try_from(flows: u32) -> Result<Self, Self::Error> {
+        const LEAST: u32 = 1_024;
+        const MOST: u32 = 1 << 24;
+        if (LEAST..=MOST).contains(&flows) {
+            Ok(Self(flows))
+        } else {
+            Err(format!("must be from {LEAST} to {MOST}"))
         }
     }
 }

@@ -209,6 +209,28 @@ fn status_text(status: &StatusReport) -> Result<String> {
 fn flows_text(flows: &FlowsReport, all: bool) -> Result<String> {
     let mut out = String::new();
     writeln!(out, "Flows   {}", flows.flows)?;
+    for table in &flows.tables {
+        let pressure = if table.pressure {
+            " (nearly full: flows that were never established have to hurry)"
+        } else {
+            ""
+        };
+        writeln!(
+            out,
+            "  {:<24} {} of {}{pressure}",
+            table.family, table.flows, table.capacity
+        )?;
+    }
+    let collector = &flows.collector;
+    writeln!(
+        out,
+        "Collector {} entries read in {:.1} s, {} flows, {} halves and {} affinities removed",
+        collector.walked,
+        collector.busy_s,
+        collector.removed,
+        collector.repaired,
+        collector.affinities
+    )?;
     writeln!(out, "Drops")?;
     counters_text(&mut out, &flows.drops, all)?;
     writeln!(out, "Events")?;

@@ -139,7 +139,11 @@ fn prepare(config: &Arc<Config>) -> Result<(Arc<Kernel>, Base)> {
         addresses: config.node_ips.clone(),
         dns_port: config.dns.port,
     };
-    let kernel = Arc::new(Kernel::open(&config.bpffs, Limits::default(), identity)?);
+    let mut limits = Limits::of_this_machine();
+    if let Some(max) = config.flow_table.max_flows {
+        limits.flows = max.0;
+    }
+    let kernel = Arc::new(Kernel::open(&config.bpffs, limits, identity)?);
     let base = Base::ensure(Arc::clone(config), Arc::clone(&kernel))?;
     Ok((kernel, base))
 }

@@ -4,6 +4,7 @@
 //! to the desired state. What the entries should be is decided in `compile`, the order of changes in `plan`.
 
 mod collect;
+mod limits;
 mod programs;
 mod services;
 #[allow(unsafe_code, reason = "map access by system call")]
@@ -18,6 +19,7 @@ use control_api::desired::{Changes, DesiredState};
 use dataplane_common::reason::{DropReason, Event};
 
 pub use crate::compile::services::NodeIdentity;
+pub use limits::Limits;
 pub use programs::{Program, TestRun};
 
 use collect::Collector;
@@ -50,30 +52,6 @@ pub struct HostLink {
     /// The side with the routes (`weir_host`).
     pub host_ifindex: u32,
     pub host_mac: [u8; 6],
-}
-
-/// How many entries each table may hold. Tables that exist keep their size until they are removed.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Limits {
-    /// Flows per address family. Beyond it new flows are dropped and counted (`flow_table_full`).
-    pub flows: u32,
-    /// Service ports per address family; also clients with affinity, of which more choose freely.
-    pub frontends: u32,
-    /// Places of backends in services, per address family.
-    pub slots: u32,
-    /// Pods of this node per address family.
-    pub endpoints: u32,
-}
-
-impl Default for Limits {
-    fn default() -> Self {
-        Self {
-            flows: 262_144,
-            frontends: 65_536,
-            slots: 262_144,
-            endpoints: 1_024,
-        }
-    }
 }
 
 /// Instructions of a program.
@@ -173,6 +151,11 @@ pub enum CounterKind {
     Forward,
 }
 
+impl FlowTableStatus {
+    /// Names of the families, in the order of its pairs.
+    pub const FAMILIES: [&'static str; 2] = ["ipv4", "ipv6"];
+}
+
 /// What one step of the flow collector did.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct CollectReport {
@@ -180,6 +163,21 @@ pub struct CollectReport {
     pub removed: usize,
     /// Halves that had lost their other half.
     pub repaired: usize,
+    /// Affinities whose time or backend was over.
+    pub affinities: usize,
+}
+
+/// How full the flow tables are, and what keeping them costs. Pairs are IPv4 and IPv6.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct FlowTableStatus {
+    /// At the end of the last full walk.
+    pub flows: [usize; 2],
+    pub capacity: [usize; 2],
+    /// Flows that were never established have to hurry.
+    pub pressure: [bool; 2],
+    /// Sum of all steps of this agent.
+    pub total: CollectReport,
+    pub busy: std::time::Duration,
 }
 
 /// The loaded dataplane of this node.
@@ -253,7 +251,7 @@ impl Kernel {
     ) -> Result<ApplyReport, KernelError> {
         let report = lock(&self.services).apply(desired, changes)?;
         if report.changed > 0 {
-            lock(&self.collector).walk_all_next();
+            lock(&self.collector).hurry();
         }
         Ok(report)
     }
@@ -310,7 +308,22 @@ impl Kernel {
     /// # Errors
     /// [`KernelError`] when a flow table cannot be read.
     pub fn collect_flows(&self) -> Result<CollectReport, KernelError> {
-        lock(&self.collector).step(monotonic_s())
+        let full = DropReason::FlowTableFull;
+        let no_room = self
+            .drops
+            .sum(full as u32)
+            .map_err(|source| KernelError::Map {
+                attempted: "read",
+                map: self.drops.name,
+                source,
+            })?;
+        lock(&self.collector).step(monotonic_s(), no_room)
+    }
+
+    /// How full the flow tables are.
+    #[must_use]
+    pub fn flow_table(&self) -> FlowTableStatus {
+        lock(&self.collector).status()
     }
 
     /// Runs a program on a packet without sending it (`BPF_PROG_TEST_RUN`). The packet counts as received on

@@ -19,8 +19,14 @@ const BPF_MAP_UPDATE_ELEM: libc::c_int = 2;
 const BPF_MAP_DELETE_ELEM: libc::c_int = 3;
 const BPF_OBJ_GET: libc::c_int = 7;
 const BPF_OBJ_GET_INFO_BY_FD: libc::c_int = 15;
+const BPF_MAP_LOOKUP_AND_DELETE_ELEM: libc::c_int = 21;
 const BPF_MAP_LOOKUP_BATCH: libc::c_int = 24;
 const BPF_LINK_DETACH: libc::c_int = 34;
+
+/// `BPF_NOEXIST`: never replaces.
+const ONLY_NEW: u64 = 1;
+/// What kernels without an operation for a map type answer, besides `EINVAL`; libc does not name it.
+const ENOTSUPP: libc::c_int = 524;
 
 /// Room for the kernel's opaque position in a batch walk; at least the size of any key.
 const POSITION_BYTES: usize = 64;
@@ -243,6 +249,36 @@ impl<K: Plain, V: Plain> Table<K, V> {
             Ok(_) => Ok(true),
             Err(error) if error.raw_os_error() == Some(libc::ENOENT) => Ok(false),
             Err(error) => Err(error),
+        }
+    }
+
+    /// Adds; leaves what is there. True when it was added.
+    pub(super) fn put_new(&self, key: &K, value: &V) -> io::Result<bool> {
+        let mut attr = self.element(address(key), address(value), ONLY_NEW);
+        // SAFETY: key and value have the sizes that `open` checked.
+        match unsafe { bpf(BPF_MAP_UPDATE_ELEM, &mut attr) } {
+            Ok(_) => Ok(true),
+            Err(error) if error.raw_os_error() == Some(libc::EEXIST) => Ok(false),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Removes, and tells what was there: in one step from Linux 5.14 on, in two before.
+    pub(super) fn take(&self, key: &K) -> io::Result<Option<V>> {
+        let mut value = MaybeUninit::<V>::uninit();
+        let mut attr = self.element(address(key), value.as_mut_ptr() as u64, 0);
+        // SAFETY: key and value have the sizes that `open` checked.
+        match unsafe { bpf(BPF_MAP_LOOKUP_AND_DELETE_ELEM, &mut attr) } {
+            // SAFETY: the kernel wrote all of it.
+            Ok(_) => Ok(Some(unsafe { value.assume_init() })),
+            Err(error) => match error.raw_os_error() {
+                Some(libc::ENOENT) => Ok(None),
+                Some(libc::EINVAL | ENOTSUPP) => {
+                    let value = self.get(key)?;
+                    Ok(if self.remove(key)? { value } else { None })
+                }
+                _ => Err(error),
+            },
         }
     }
 

@@ -20,8 +20,8 @@ pub trait Dataplane: std::fmt::Debug + Send + Sync + 'static {
     /// Every counter; empty when the kernel cannot be read.
     fn counters(&self) -> Vec<kernel::Counter>;
 
-    /// Flows known now.
-    fn flow_count(&self) -> usize;
+    /// How full the flow tables are.
+    fn flow_table(&self) -> kernel::FlowTableStatus;
 }
 
 impl Dataplane for kernel::Kernel {
@@ -32,8 +32,8 @@ impl Dataplane for kernel::Kernel {
         })
     }
 
-    fn flow_count(&self) -> usize {
-        kernel::Kernel::flow_count(self)
+    fn flow_table(&self) -> kernel::FlowTableStatus {
+        kernel::Kernel::flow_table(self)
     }
 }
 
@@ -65,13 +65,87 @@ impl Collector for Kernel {
             "Packets and flows that took this path through the dataplane",
             &forwards,
         )?;
-        gauge(
-            &mut encoder,
-            "weir_flows",
-            "Flows known to the dataplane",
-            count(self.0.flow_count()),
-        )
+        flow_table(&mut encoder, &self.0.flow_table())
     }
+}
+
+fn flow_table(encoder: &mut DescriptorEncoder<'_>, status: &kernel::FlowTableStatus) -> Encoded {
+    let flows = status.flows.iter().sum();
+    gauge(
+        encoder,
+        "weir_flows",
+        "Flows known to the dataplane",
+        count(flows),
+    )?;
+    let per_family = |values: [usize; 2]| {
+        let gauges = Family::<Labels, Gauge>::default();
+        for (label, value) in kernel::FlowTableStatus::FAMILIES.into_iter().zip(values) {
+            gauges
+                .get_or_create(&[("family", label.to_owned())])
+                .set(count(value));
+        }
+        gauges
+    };
+    for (name, help, values) in [
+        (
+            "weir_flow_table_entries",
+            "Flows in the table at the end of the last walk",
+            status.flows,
+        ),
+        (
+            "weir_flow_table_capacity",
+            "Flows that the table may hold",
+            status.capacity,
+        ),
+        (
+            "weir_flow_table_pressure",
+            "1 while flows that were never established have to hurry",
+            status.pressure.map(usize::from),
+        ),
+    ] {
+        family(encoder, name, help, &per_family(values))?;
+    }
+    collector(encoder, status)
+}
+
+fn collector(encoder: &mut DescriptorEncoder<'_>, status: &kernel::FlowTableStatus) -> Encoded {
+    let total = status.total;
+    for (name, help, value) in [
+        (
+            "weir_flow_entries_walked",
+            "Entries of the flow tables that the collector has read",
+            total.walked,
+        ),
+        (
+            "weir_flows_collected",
+            "Flows that were over and removed",
+            total.removed,
+        ),
+        (
+            "weir_flow_halves_collected",
+            "Entries without their other half that were removed",
+            total.repaired,
+        ),
+        (
+            "weir_affinities_collected",
+            "Session affinities that were over and removed",
+            total.affinities,
+        ),
+    ] {
+        let counter = ConstCounter::new(u64::try_from(value).unwrap_or(u64::MAX));
+        let metric = encoder.encode_descriptor(name, help, None, counter.metric_type())?;
+        counter.encode(metric)?;
+    }
+    let busy = ConstCounter::new(status.busy.as_secs_f64());
+    let help = "Time that the collector has worked";
+    let kind = busy.metric_type();
+    let metric = encoder.encode_descriptor(
+        "weir_flow_collector",
+        help,
+        Some(&prometheus_client::registry::Unit::Seconds),
+        kind,
+    )?;
+    busy.encode(metric)
 }
 
 #[derive(Debug)]

@@ -24,8 +24,8 @@ use tokio_util::sync::CancellationToken;
 pub use collect::Dataplane;
 pub use health::{Check, Checks};
 pub use report::{
-    CounterReport, DnsReport, FeedReport, FlowsReport, LatencyReport, PortReport, ServiceReport,
-    StatusReport,
+    CollectorReport, CounterReport, DnsReport, FeedReport, FlowTableReport, FlowsReport,
+    LatencyReport, PortReport, ServiceReport, StatusReport,
 };
 
 use crate::cni_api::Attachments;

@@ -5,7 +5,7 @@ use control_api::v1;
 use serde::{Deserialize, Serialize};
 
 use super::{Check, Observe, collect, lock};
-use crate::kernel::CounterKind;
+use crate::kernel::{CounterKind, FlowTableStatus};
 
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct StatusReport {
@@ -52,8 +52,35 @@ pub struct LatencyReport {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct FlowsReport {
     pub flows: usize,
+    pub tables: Vec<FlowTableReport>,
+    pub collector: CollectorReport,
     pub drops: Vec<CounterReport>,
     pub events: Vec<CounterReport>,
+}
+
+/// The flow table of one family.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct FlowTableReport {
+    pub family: String,
+    /// At the end of the collector's last walk.
+    pub flows: usize,
+    pub capacity: usize,
+    /// The table is nearly full: flows that were never established have to hurry.
+    pub pressure: bool,
+}
+
+/// What the flow collector has done since the agent started.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub struct CollectorReport {
+    /// Entries read.
+    pub walked: usize,
+    /// Flows removed.
+    pub removed: usize,
+    /// Entries without their other half.
+    pub repaired: usize,
+    pub affinities: usize,
+    /// Time that it worked.
+    pub busy_s: f64,
 }
 
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -135,8 +162,23 @@ impl Observe {
                 })
                 .collect()
         };
+        let status = dataplane.flow_table();
+        let table = |family: usize| FlowTableReport {
+            family: FlowTableStatus::FAMILIES[family].to_owned(),
+            flows: status.flows[family],
+            capacity: status.capacity[family],
+            pressure: status.pressure[family],
+        };
         Some(FlowsReport {
-            flows: dataplane.flow_count(),
+            flows: status.flows.iter().sum(),
+            tables: vec![table(0), table(1)],
+            collector: CollectorReport {
+                walked: status.total.walked,
+                removed: status.total.removed,
+                repaired: status.total.repaired,
+                affinities: status.total.affinities,
+                busy_s: status.busy.as_secs_f64(),
+            },
             drops: of(CounterKind::Drop),
             events: of(CounterKind::Forward),
         })

@@ -9,7 +9,7 @@ use tokio_util::sync::CancellationToken;
 
 use super::report::service_report;
 use super::{Checks, Dataplane, Observe, StatusReport, http};
-use crate::kernel::{Counter, CounterKind};
+use crate::kernel::{CollectReport, Counter, CounterKind, FlowTableStatus};
 
 #[derive(Debug)]
 struct Counters;
@@ -30,8 +30,18 @@ impl Dataplane for Counters {
         ]
     }
 
-    fn flow_count(&self) -> usize {
-        5
+    fn flow_table(&self) -> FlowTableStatus {
+        FlowTableStatus {
+            flows: [3, 2],
+            capacity: [1_024, 2_048],
+            pressure: [false, true],
+            total: CollectReport {
+                walked: 70,
+                removed: 9,
+                ..CollectReport::default()
+            },
+            busy: Duration::from_millis(1_500),
+        }
     }
 }
 
@@ -69,6 +79,11 @@ async fn readiness_names_what_is_missing_and_reports_are_served() {
     for line in [
         "weir_dropped_packets_total{reason=\"no_backend\"} 3",
         "weir_flows 5",
+        "weir_flow_table_entries{family=\"ipv6\"} 2",
+        "weir_flow_table_capacity{family=\"ipv4\"} 1024",
+        "weir_flow_table_pressure{family=\"ipv6\"} 1",
+        "weir_flows_collected_total 9",
+        "weir_flow_collector_seconds_total 1.5",
         "weir_apply_operations_total 7",
         "weir_commit_to_kernel_seconds_count 1",
     ] {

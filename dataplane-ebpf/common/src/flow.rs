@@ -8,22 +8,38 @@ use crate::packet::{Packet, tcp};
 pub mod timeout {
     /// TCP before both sides have acknowledged.
     pub const TCP_OPENING_S: u32 = 30;
-    /// RFC 5382, REQ-5: at least 2 hours and 4 minutes.
-    pub const TCP_ESTABLISHED_S: u32 = 7_500;
-    /// One side has closed. The other may go on sending for long.
-    pub const TCP_HALF_CLOSED_S: u32 = 900;
+    /// What kube-proxy asks of the kernel (`conntrackTCPEstablishedTimeout`).
+    pub const TCP_ESTABLISHED_S: u32 = 86_400;
+    /// One side has closed, and the other may go on sending for long: kube-proxy's `conntrackTCPCloseWaitTimeout`.
+    pub const TCP_HALF_CLOSED_S: u32 = 3_600;
     /// Both sides have closed: time for stray segments.
     pub const TCP_CLOSED_S: u32 = 30;
     pub const TCP_RESET_S: u32 = 10;
     /// No answer was seen.
     pub const UDP_ONE_WAY_S: u32 = 30;
-    /// RFC 4787, REQ-5: at least 2 minutes.
     pub const UDP_ANSWERED_S: u32 = 180;
-    /// For TCP that has not been established, while the table is nearly full: a flood of half-open connections makes
-    /// room for others, and never at the cost of established ones.
-    pub const TCP_OPENING_UNDER_PRESSURE_S: u32 = 3;
-    pub const UDP_ONE_WAY_UNDER_PRESSURE_S: u32 = 5;
+
+    /// The same while the table is nearly full. A flood of half-open connections makes room for others; established
+    /// ones keep what the RFCs ask for at least.
+    pub mod pressure {
+        pub const TCP_OPENING_S: u32 = 3;
+        /// RFC 5382, REQ-5: at least 2 hours and 4 minutes.
+        pub const TCP_ESTABLISHED_S: u32 = 7_500;
+        /// RFC 5382, REQ-5: at least 4 minutes for what is neither established nor reset.
+        pub const TCP_HALF_CLOSED_S: u32 = 300;
+        pub const TCP_CLOSED_S: u32 = 3;
+        pub const TCP_RESET_S: u32 = 3;
+        pub const UDP_ONE_WAY_S: u32 = 5;
+        /// RFC 4787, REQ-5: at least 2 minutes.
+        pub const UDP_ANSWERED_S: u32 = 125;
+    }
 }
+
+/// Where a word of TCP flags holds the second, modulo 2^16, of the last reset that its side sent.
+const RESET_SECOND_SHIFT: u32 = 16;
+const RESET_SECOND_MASK: u32 = 0xffff;
+/// A side that was seen so many seconds after a reset, without another one, did not end by it.
+const RESET_ECHO_S: u32 = 1;
 
 /// Whether a flow that was found may carry the packet at hand.
 #[repr(u32)]
@@ -55,44 +71,76 @@ impl<A: Family> Flow<A> {
         self.protocol == TCP as u32
             && self.both(tcp::ACK)
             && !self.either(tcp::FIN)
-            && !self.either(tcp::RST)
+            && !self.is_reset()
     }
 
     /// Nothing more will come but stray segments.
     #[inline(always)]
     #[must_use]
     pub fn is_closed(&self) -> bool {
-        self.either(tcp::RST) || self.both(tcp::FIN)
+        self.is_reset() || self.both(tcp::FIN)
     }
 
-    /// Idle seconds that this flow may have. `pressure` shortens those of flows that never were established.
+    /// One side has said that it ends: a further SYN from the client's port is another connection.
+    #[inline(always)]
+    #[must_use]
+    pub fn is_closing(&self) -> bool {
+        self.is_reset() || self.either(tcp::FIN)
+    }
+
+    /// No conversation is lost with this flow: none has begun, or it is over.
+    #[inline(always)]
+    #[must_use]
+    pub fn is_disposable(&self) -> bool {
+        if self.protocol != TCP as u32 {
+            return self.server_seen_s == 0;
+        }
+        !self.both(tcp::ACK) || self.is_closed()
+    }
+
+    /// A side has reset the connection, and it did end: a reset outside the window is ignored by its receiver
+    /// (RFC 9293, section 3.10.7.4; RFC 5961), and both sides go on.
+    #[inline(always)]
+    #[must_use]
+    pub fn is_reset(&self) -> bool {
+        self.is_reset_by(self.client_flags) || self.is_reset_by(self.server_flags)
+    }
+
+    #[inline(always)]
+    fn is_reset_by(&self, flags: u32) -> bool {
+        let at = flags >> RESET_SECOND_SHIFT;
+        flags & tcp::RST as u32 != 0
+            && !(seen_after(self.client_seen_s, at) && seen_after(self.server_seen_s, at))
+    }
+
+    /// Idle seconds that this flow may have. `pressure` shortens them, most for flows that never were established.
     #[inline(always)]
     #[must_use]
     pub fn timeout_s(&self, pressure: bool) -> u32 {
-        if self.protocol != TCP as u32 {
-            return if self.server_seen_s != 0 {
-                timeout::UDP_ANSWERED_S
-            } else if pressure {
-                timeout::UDP_ONE_WAY_UNDER_PRESSURE_S
+        let (relaxed, pressed) = if self.protocol != TCP as u32 {
+            if self.server_seen_s != 0 {
+                (timeout::UDP_ANSWERED_S, timeout::pressure::UDP_ANSWERED_S)
             } else {
-                timeout::UDP_ONE_WAY_S
-            };
-        }
-        if self.either(tcp::RST) {
-            timeout::TCP_RESET_S
-        } else if self.both(tcp::FIN) {
-            timeout::TCP_CLOSED_S
-        } else if !self.both(tcp::ACK) {
-            if pressure {
-                timeout::TCP_OPENING_UNDER_PRESSURE_S
-            } else {
-                timeout::TCP_OPENING_S
+                (timeout::UDP_ONE_WAY_S, timeout::pressure::UDP_ONE_WAY_S)
             }
+        } else if self.is_reset() {
+            (timeout::TCP_RESET_S, timeout::pressure::TCP_RESET_S)
+        } else if self.both(tcp::FIN) {
+            (timeout::TCP_CLOSED_S, timeout::pressure::TCP_CLOSED_S)
+        } else if !self.both(tcp::ACK) {
+            (timeout::TCP_OPENING_S, timeout::pressure::TCP_OPENING_S)
         } else if self.either(tcp::FIN) {
-            timeout::TCP_HALF_CLOSED_S
+            (
+                timeout::TCP_HALF_CLOSED_S,
+                timeout::pressure::TCP_HALF_CLOSED_S,
+            )
         } else {
-            timeout::TCP_ESTABLISHED_S
-        }
+            (
+                timeout::TCP_ESTABLISHED_S,
+                timeout::pressure::TCP_ESTABLISHED_S,
+            )
+        };
+        if pressure { pressed } else { relaxed }
     }
 
     /// True when the flow has been idle for too long at `now_s`.
@@ -116,6 +164,13 @@ impl<A: Family> Flow<A> {
             || backend_state::kind(state) == backend_state::ABSENT
     }
 
+    /// True when no packet will use this flow again, so that its memory may go. `state` as for [`Flow::is_orphaned`].
+    #[inline(always)]
+    #[must_use]
+    pub fn is_over(&self, state: u32, now_s: u32, pressure: bool) -> bool {
+        self.is_expired(now_s, pressure) || self.is_orphaned(state)
+    }
+
     /// Whether a client's packet may use this flow. `backend_state` is the present word of the flow's backend id.
     #[inline(always)]
     #[must_use]
@@ -124,7 +179,7 @@ impl<A: Family> Flow<A> {
         let gone = self.is_orphaned(state);
         // A draining backend keeps its connections, and gets neither new ones nor datagrams.
         let retiring = kind == backend_state::DRAINING && (!packet.is_tcp() || packet.opens());
-        let over = packet.opens() && self.is_closed();
+        let over = packet.opens() && self.is_closing();
         if gone || retiring || over || self.is_expired(now_s, false) {
             Fitness::Renew
         } else {
@@ -140,8 +195,9 @@ impl<A: Family> Flow<A> {
         if first {
             self.client_seen_s = now_s;
         }
-        if self.client_flags & flags as u32 != flags as u32 {
-            self.client_flags |= flags as u32;
+        let word = noted(self.client_flags, flags, now_s);
+        if self.client_flags != word {
+            self.client_flags = word;
         }
         first
     }
@@ -152,8 +208,9 @@ impl<A: Family> Flow<A> {
         if self.server_seen_s != now_s {
             self.server_seen_s = now_s;
         }
-        if self.server_flags & flags as u32 != flags as u32 {
-            self.server_flags |= flags as u32;
+        let word = noted(self.server_flags, flags, now_s);
+        if self.server_flags != word {
+            self.server_flags = word;
         }
     }
 
@@ -166,4 +223,21 @@ impl<A: Family> Flow<A> {
     fn either(&self, flag: u8) -> bool {
         (self.client_flags | self.server_flags) & flag as u32 != 0
     }
+}
+
+/// A side's word of flags after a packet with `flags`.
+#[inline(always)]
+pub(crate) const fn noted(word: u32, flags: u8, now_s: u32) -> u32 {
+    let all = word | flags as u32;
+    if flags & tcp::RST == 0 {
+        return all;
+    }
+    (all & RESET_SECOND_MASK) | (now_s & RESET_SECOND_MASK) << RESET_SECOND_SHIFT
+}
+
+/// True when `seen_s` is later than the second `at`, which is known modulo 2^16, and no echo of it.
+#[inline(always)]
+const fn seen_after(seen_s: u32, at: u32) -> bool {
+    let since = seen_s.wrapping_sub(at) & RESET_SECOND_MASK;
+    since > RESET_ECHO_S && since <= RESET_SECOND_MASK / 2
 }

@@ -9,6 +9,7 @@
 
 pub mod address;
 pub mod checksum;
+pub mod collect;
 pub mod flow;
 pub mod layout;
 pub mod packet;

@@ -57,7 +57,7 @@ pub(crate) fn open<A: Family, T: Tables<A>>(
         created_s: now_s,
         client_seen_s: now_s,
         server_seen_s: 0,
-        client_flags: packet.tcp_flags as u32,
+        client_flags: crate::flow::noted(0, packet.tcp_flags, now_s),
         server_flags: 0,
         protocol: packet.protocol as u32,
     };

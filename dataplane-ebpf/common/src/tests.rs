@@ -1,5 +1,6 @@
 //! The decisions over ordinary collections: histories against a naive model, and the arithmetic against recomputation.
 
 mod arithmetic;
+mod collect;
 mod histories;
 mod tables;

@@ -94,7 +94,13 @@ struct Model<A> {
     told: HashMap<FlowKey<A>, Told<A>>,
 }
 
-fn packet<A: TestFamily>(client: u8, port: u16, service: u8, protocol: u8, flags: u8) -> Packet<A> {
+pub(super) fn packet<A: TestFamily>(
+    client: u8,
+    port: u16,
+    service: u8,
+    protocol: u8,
+    flags: u8,
+) -> Packet<A> {
     Packet {
         source: A::pod(client),
         destination: A::service(service),
@@ -107,7 +113,7 @@ fn packet<A: TestFamily>(client: u8, port: u16, service: u8, protocol: u8, flags
     }
 }
 
-fn answer<A: TestFamily>(to: &Decision<A>, protocol: u8, flags: u8) -> Packet<A> {
+pub(super) fn answer<A: TestFamily>(to: &Decision<A>, protocol: u8, flags: u8) -> Packet<A> {
     Packet {
         source: to.destination,
         destination: to.source,
@@ -232,7 +238,7 @@ impl<A: TestFamily> Model<A> {
             .unwrap_or(0);
         let alive = backend_state::same_life(word, last.backend_word)
             && backend_state::kind(word) == backend_state::ACTIVE;
-        let may_end = packet.opens() && before.is_closed();
+        let may_end = packet.opens() && before.is_closing();
         if alive && !may_end && !before.is_expired(self.tables.now_s, false) {
             assert_eq!(
                 (
