@@ -62,6 +62,9 @@ pub struct Network {
     pub dns_ips: Vec<IpAddr>,
     pub node_port_first: u16,
     pub node_port_last: u16,
+    /// Lets Services name `externalIPs`. Off by default: whoever may make Services could draw traffic of others to
+    /// their pods.
+    pub allow_external_ips: bool,
 }
 
 impl Default for Network {
@@ -82,6 +85,7 @@ impl Default for Network {
             dns_ips: Vec::new(),
             node_port_first: 30000,
             node_port_last: 32767,
+            allow_external_ips: false,
         }
     }
 }

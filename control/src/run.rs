@@ -3,6 +3,7 @@
 use std::net::{IpAddr, SocketAddr};
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::time::Duration;
 
 use async_trait::async_trait;
 use bytes::Bytes;
@@ -30,6 +31,8 @@ mod metrics;
 
 /// Chunks of a log on their way from a node to a client.
 const LOG_QUEUE: usize = 16;
+/// A system object that somebody deletes is back after this time.
+const BOOTSTRAP_PERIOD: Duration = Duration::from_secs(3);
 const STORE_FILE: &str = "store.redb";
 
 /// Why the control plane could not start or had to stop.
@@ -123,11 +126,7 @@ pub async fn serve(config: Config, shutdown: CancellationToken) -> Result<(), Ru
         crate::scheduler::run(scheduler, informers, stop).await;
         Ok(())
     });
-    let (events, stop) = (Arc::clone(&api), shutdown.clone());
-    parts.spawn(async move {
-        events.expire_events(stop).await;
-        Ok(())
-    });
+    tend(&mut parts, &api, config.advertise, &shutdown);
     if let Some(address) = config.metrics_listen {
         let listener = listen("metrics", address).await?;
         let stop = shutdown.clone();
@@ -142,6 +141,27 @@ pub async fn serve(config: Config, shutdown: CancellationToken) -> Result<(), Ru
     supervise(parts, &shutdown).await
 }
 
+/// What the API needs done from time to time.
+fn tend(
+    parts: &mut JoinSet<Result<(), RunError>>,
+    api: &Arc<Api>,
+    advertise: SocketAddr,
+    shutdown: &CancellationToken,
+) {
+    let (system, stop) = (Arc::clone(api), shutdown.clone());
+    parts.spawn(async move {
+        system
+            .keep_bootstrapped(advertise, BOOTSTRAP_PERIOD, stop)
+            .await;
+        Ok(())
+    });
+    let (events, stop) = (Arc::clone(api), shutdown.clone());
+    parts.spawn(async move {
+        events.expire_events(stop).await;
+        Ok(())
+    });
+}
+
 /// The API on the store, with the system objects and the token key.
 async fn open_api(config: &Config) -> Result<Arc<Api>, RunError> {
     let now_us = || jiff::Timestamp::now().as_microsecond();
@@ -151,6 +171,7 @@ async fn open_api(config: &Config) -> Result<Arc<Api>, RunError> {
     api.bootstrap(config.advertise)
         .await
         .map_err(RunError::Bootstrap)?;
+    api.repair_services().await.map_err(RunError::Bootstrap)?;
 
     let issuer = format!(
         "https://kubernetes.default.svc.{}",

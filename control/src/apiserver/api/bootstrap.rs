@@ -1,14 +1,19 @@
-//! Objects that the cluster cannot do without, made at every start when they are missing.
+//! Objects that the cluster cannot do without, made at every start when they are missing, and again when they go.
 
 use std::net::{IpAddr, SocketAddr};
+use std::sync::Arc;
+use std::time::Duration;
 
 use serde_json::{Value, json};
+use tokio_util::sync::CancellationToken;
 
 use super::{Api, Target, Warnings, WriteOptions};
 use crate::apiserver::codec::FieldValidation;
 use crate::config::nth_address;
 use crate::status::ApiError;
 
+/// Claims are compared with all Services every so many repeats.
+const REPAIR_ROUNDS: u32 = 200;
 const NAMESPACES: [&str; 4] = ["default", "kube-system", "kube-public", "kube-node-lease"];
 const MANAGER: &str = "weir-control";
 const PRIORITY_CLASSES: [(&str, i64, &str); 2] = [
@@ -73,6 +78,34 @@ impl Api {
         let dns = service_of_dns(labels, ports, self.network.cluster_dns());
         self.ensure(("", "services"), "kube-system", dns).await?;
         self.publish_endpoints(advertise).await
+    }
+
+    /// Makes missing system objects again, once per period, until shutdown, and repairs what Services hold.
+    pub async fn keep_bootstrapped(
+        self: Arc<Self>,
+        advertise: SocketAddr,
+        period: Duration,
+        shutdown: CancellationToken,
+    ) {
+        let mut failing = false;
+        for round in 1_u32.. {
+            tokio::select! {
+                () = tokio::time::sleep(period) => {}
+                () = shutdown.cancelled() => return,
+            }
+            let mut done = self.bootstrap(advertise).await;
+            if done.is_ok() && round % REPAIR_ROUNDS == 0 {
+                done = self.repair_services().await.map(|_| ());
+            }
+            match done {
+                Ok(()) => failing = false,
+                Err(error) if !failing => {
+                    failing = true;
+                    tracing::warn!(%error, "make the system objects; trying again");
+                }
+                Err(_) => {}
+            }
+        }
     }
 
     async fn ensure(

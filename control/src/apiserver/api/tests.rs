@@ -12,12 +12,12 @@ use crate::config::Network;
 use crate::status::ApiError;
 use crate::store::{EmbeddedStore, OpenOptions};
 
-struct Fixture {
-    api: Arc<Api>,
+pub(super) struct Fixture {
+    pub(super) api: Arc<Api>,
     _dir: tempfile::TempDir,
 }
 
-fn options() -> WriteOptions {
+pub(super) fn options() -> WriteOptions {
     WriteOptions {
         dry_run: false,
         manager: "test".into(),
@@ -27,23 +27,32 @@ fn options() -> WriteOptions {
 }
 
 impl Fixture {
-    async fn new() -> Self {
+    pub(super) async fn new() -> Self {
+        Self::with(Network::default()).await
+    }
+
+    pub(super) async fn with(network: Network) -> Self {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("store");
         let store = EmbeddedStore::open(&OpenOptions { path, now_us: || 0 }).unwrap();
-        let api = Arc::new(Api::new(Arc::new(store), Network::default()));
+        let api = Arc::new(Api::new(Arc::new(store), network));
         api.bootstrap("192.0.2.1:6443".parse().unwrap())
             .await
             .unwrap();
         Self { api, _dir: dir }
     }
 
-    async fn create(&self, plural: &str, object: Value) -> Result<Arc<Value>, ApiError> {
+    pub(super) async fn create(&self, plural: &str, object: Value) -> Result<Arc<Value>, ApiError> {
         let def = self.api.resource("", "v1", plural)?;
         self.api.create(&def, "default", object, &options()).await
     }
 
-    async fn merge(&self, plural: &str, name: &str, patch: Value) -> Result<Arc<Value>, ApiError> {
+    pub(super) async fn merge(
+        &self,
+        plural: &str,
+        name: &str,
+        patch: Value,
+    ) -> Result<Arc<Value>, ApiError> {
         let def = self.api.resource("", "v1", plural)?;
         let target = Target {
             def: &def,
@@ -55,19 +64,24 @@ impl Fixture {
         Ok(self.api.patch(target, &request, &options()).await?.0.0)
     }
 
-    async fn delete(&self, plural: &str, name: &str) -> Result<bool, ApiError> {
+    async fn get(&self, plural: &str, name: &str) -> Result<Arc<Value>, ApiError> {
+        let def = self.api.resource("", "v1", plural)?;
+        self.api.get(&def, "default", name).await
+    }
+
+    pub(super) async fn delete(&self, plural: &str, name: &str) -> Result<bool, ApiError> {
         let def = self.api.resource("", "v1", plural)?;
         let request = DeleteRequest::default();
         Ok(self.api.delete(&def, "default", name, &request).await?.gone)
     }
 
-    async fn keys(&self, prefix: &str) -> Vec<String> {
+    pub(super) async fn keys(&self, prefix: &str) -> Vec<String> {
         let page = self.api.store().list(prefix, None, 0, None).await.unwrap();
         page.records.iter().map(|r| r.key.to_string()).collect()
     }
 }
 
-fn service(name: &str, spec: Value) -> Value {
+pub(super) fn service(name: &str, spec: Value) -> Value {
     json!({"apiVersion": "v1", "kind": "Service", "metadata": {"name": name}, "spec": spec})
 }
 
@@ -100,6 +114,28 @@ async fn dual_stack_services_take_and_return_addresses_of_both_families() {
         before - 2
     );
     assert!(f.keys("weir/nodeports/").await.is_empty());
+}
+
+#[tokio::test]
+async fn system_services_come_back_after_somebody_deletes_them() {
+    let f = Fixture::new().await;
+    let stop = tokio_util::sync::CancellationToken::new();
+    let (advertise, period) = (
+        "192.0.2.1:6443".parse().unwrap(),
+        std::time::Duration::from_millis(20),
+    );
+    let keeper = Arc::clone(&f.api).keep_bootstrapped(advertise, period, stop.clone());
+    f.delete("services", "kubernetes").await.unwrap();
+    tokio::spawn(keeper);
+    let back = async {
+        while f.get("services", "kubernetes").await.is_err() {
+            tokio::time::sleep(period).await;
+        }
+    };
+    tokio::time::timeout(std::time::Duration::from_secs(10), back)
+        .await
+        .unwrap();
+    stop.cancel();
 }
 
 #[tokio::test]

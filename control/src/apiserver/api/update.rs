@@ -225,6 +225,7 @@ impl Api {
         old: &Value,
     ) -> Result<(Value, Allocation), ApiError> {
         let def = target.def;
+        let is_service = def.group.is_empty() && def.kind == "Service";
         match target.sub {
             None => {}
             Some(SubresourceKind::Scale) => new = scale::apply(&new, old)?,
@@ -234,10 +235,15 @@ impl Api {
                 object::put(map_mut(&mut result, "spec")?, "finalizers", finalizers);
                 return Ok((result, Allocation::default()));
             }
-            Some(_) => return Ok((strategy::only_status(&new, old)?, Allocation::default())),
+            Some(_) => {
+                let mut result = strategy::only_status(&new, old)?;
+                if is_service {
+                    defaults::apply_defaults(def.gvk(), &mut result, Some(old));
+                }
+                return Ok((result, Allocation::default()));
+            }
         }
         strategy::prepare_update(def, &mut new, old)?;
-        let is_service = def.group.is_empty() && def.kind == "Service";
         if is_service {
             super::services::carry_over(&mut new, old)?;
         }

@@ -44,7 +44,7 @@ pub(super) fn service(object: &mut Map<String, Value>) {
     member(member(object, "status"), "loadBalancer");
 }
 
-/// Fields that exist only for some types of Service: set for these, gone for the others.
+/// Fields that exist only for some types of Service. Where one is set for another type, validation says so.
 fn traffic_policies(spec: &mut Map<String, Value>) {
     let kind = text(spec, "type").to_owned();
     let external_ips = spec
@@ -54,19 +54,12 @@ fn traffic_policies(spec: &mut Map<String, Value>) {
     let balanced = kind == "LoadBalancer";
     if balanced || kind == "NodePort" || (kind == "ClusterIP" && external_ips) {
         set(spec, "externalTrafficPolicy", "Cluster");
-    } else {
-        spec.shift_remove("externalTrafficPolicy");
     }
-    if kind == "ExternalName" {
-        spec.shift_remove("internalTrafficPolicy");
-    } else {
+    if kind != "ExternalName" {
         set(spec, "internalTrafficPolicy", "Cluster");
     }
     if balanced {
         set(spec, "allocateLoadBalancerNodePorts", true);
-    } else {
-        spec.shift_remove("allocateLoadBalancerNodePorts");
-        spec.shift_remove("loadBalancerClass");
     }
 }
 

@@ -79,6 +79,9 @@ pub fn validate_status_update(gvk: Gvk<'_>, new: &Value, old: &Value) -> Vec<Cau
             status.get(counter).non_negative();
         }
     }
+    if (gvk.group, gvk.kind) == ("", "Service") {
+        service::service_status(&root);
+    }
     if (gvk.group, gvk.kind) == ("", "Pod") {
         status
             .get("phase")

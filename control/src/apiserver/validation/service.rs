@@ -12,6 +12,10 @@ use super::names;
 
 const TYPES: &[&str] = &["ClusterIP", "ExternalName", "LoadBalancer", "NodePort"];
 const AFFINITY_SECONDS: (i64, i64) = (1, 86_400);
+/// The older way to give source ranges: one text, separated by commas.
+const SOURCE_RANGES_ANNOTATION: &str = "service.beta.kubernetes.io/load-balancer-source-ranges";
+/// A balancer that opened it would open every node's own API.
+const KUBELET_PORT: i64 = 10_250;
 /// Limits of one EndpointSlice (the API's documentation).
 const MAX_ENDPOINTS: usize = 1000;
 const MAX_SLICE_PORTS: usize = 20_000;
@@ -61,6 +65,7 @@ pub(super) fn service(root: &At<'_>) {
     }
     families(&spec);
     traffic(&spec);
+    balancer(root);
 }
 
 fn external_name(spec: &At<'_>) {
@@ -156,7 +161,7 @@ fn families(spec: &At<'_>) {
     }
     if seen.len() > 1 && spec.get("ipFamilyPolicy").text() == "SingleStack" {
         spec.get("ipFamilyPolicy").invalid(
-            "must be RequireDualStack or PreferDualStack when multiple IP families are specified",
+            "must be 'RequireDualStack' or 'PreferDualStack' when multiple IP families are specified",
         );
     }
     for (index, address) in spec.get("clusterIPs").items().iter().enumerate() {
@@ -193,15 +198,93 @@ fn traffic(spec: &At<'_>) {
             "may only be set when `type` is 'LoadBalancer' and `externalTrafficPolicy` is 'Local'",
         );
     }
+}
+
+fn is_cidr(text: &str) -> bool {
+    text.contains('/') && text.parse::<ipnetwork::IpNetwork>().is_ok()
+}
+
+/// Fields that have a meaning for load balancers only.
+fn balancer(root: &At<'_>) {
+    const ONLY: &str = "may only be used when `type` is 'LoadBalancer'";
+    let spec = root.get("spec");
+    let balanced = spec.get("type").text() == "LoadBalancer";
+    let (class, allocate) = (
+        spec.get("loadBalancerClass"),
+        spec.get("allocateLoadBalancerNodePorts"),
+    );
     let ranges = spec.get("loadBalancerSourceRanges");
-    if !ranges.is_empty() && kind != "LoadBalancer" {
-        ranges.forbidden("may only be used when `type` is 'LoadBalancer'");
+    let annotation = root
+        .get("metadata")
+        .get("annotations")
+        .key(SOURCE_RANGES_ANNOTATION);
+    if balanced {
+        if class.exists() {
+            class.each_invalid(names::qualified(class.text()));
+        }
+        for port in spec.get("ports").items() {
+            if port.get("port").int() == Some(KUBELET_PORT) {
+                port.invalid_value(
+                    KUBELET_PORT,
+                    format!(
+                        "may not expose port {KUBELET_PORT} externally since it is used by kubelet"
+                    ),
+                );
+            }
+        }
+    } else {
+        for at in [&class, &allocate] {
+            if at.exists() {
+                at.forbidden(ONLY);
+            }
+        }
+        for at in [&ranges, &annotation] {
+            if !at.is_empty() {
+                at.forbidden(ONLY);
+            }
+        }
     }
     for range in ranges.items() {
-        if range.text().trim().parse::<ipnetwork::IpNetwork>().is_err()
-            || !range.text().contains('/')
-        {
+        // Spaces around are allowed since the ranges came from the annotation.
+        if !is_cidr(range.text().trim()) {
             range.invalid("must be a valid CIDR value, (e.g. 10.9.8.0/24 or 2001:db8::/64)");
+        }
+    }
+    if ranges.is_empty() && !annotation.is_empty() {
+        let mut listed = annotation.text().trim().split(',').map(str::trim);
+        if !listed.all(is_cidr) {
+            ranges.invalid_value(
+                annotation.text(),
+                "must be a list of IP ranges. For example, 10.240.0.0/24,10.250.0.0/24 ",
+            );
+        }
+    }
+}
+
+/// `status` of a Service, written by whoever provides load balancers.
+pub(super) fn service_status(root: &At<'_>) {
+    let ingress = root.get("status").get("loadBalancer").get("ingress");
+    if !ingress.is_empty() && root.get("spec").get("type").text() != "LoadBalancer" {
+        ingress.forbidden("may only be used when `spec.type` is 'LoadBalancer'");
+    }
+    for entry in ingress.items() {
+        let (ip, mode, host) = (entry.get("ip"), entry.get("ipMode"), entry.get("hostname"));
+        if !ip.is_empty() {
+            if ip.text().parse::<IpAddr>().is_err() {
+                ip.invalid("must be a valid IP address, (e.g. 10.9.8.7 or 2001:db8::ffff)");
+            }
+            if mode.is_empty() {
+                mode.required("must be specified when `ip` is set");
+            }
+            mode.one_of(&["Proxy", "VIP"]);
+        } else if !mode.is_empty() {
+            mode.forbidden("may not be specified when `ip` is not set");
+        }
+        if !host.is_empty() {
+            if host.text().parse::<IpAddr>().is_ok() {
+                host.invalid("must be a DNS name, not an IP address");
+            }
+            host.each_invalid(names::subdomain(host.text()));
         }
     }
 }

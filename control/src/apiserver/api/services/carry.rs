@@ -1,9 +1,12 @@
 //! What an update of a Service keeps from the stored one, and what a change of its type drops. Pure.
 
+use std::collections::BTreeSet;
+
 use serde_json::{Map, Value};
 
 use super::{
-    cluster_ips, has_cluster_ip, has_health_port, has_node_ports, ports, protocol, service_type,
+    cluster_ips, has_cluster_ip, has_health_port, has_node_ports, is_external, ports, service_type,
+    wants_node_ports,
 };
 use crate::apiserver::object::{map_mut, put, text};
 use crate::status::ApiError;
@@ -25,12 +28,18 @@ fn keep_ips(new: &mut Value, given: &Value, old: &Value) -> Result<(), ApiError>
     let list = cluster_ips(given);
     let old_spec = &old["spec"];
     let primary = text(old, "/spec/clusterIP");
+    let same_list = list == cluster_ips(old);
     let spec = map_mut(new, "spec")?;
-    if list.is_empty() && (first.is_empty() || first == primary) {
+    if first.is_empty() && (list.is_empty() || same_list) {
         put(spec, "clusterIP", old_spec.get("clusterIP").cloned());
         put(spec, "clusterIPs", old_spec.get("clusterIPs").cloned());
-    } else if first.is_empty() && list == cluster_ips(old) {
+    } else if first == primary && list.is_empty() {
+        put(spec, "clusterIPs", old_spec.get("clusterIPs").cloned());
+    } else if first.is_empty() {
         put(spec, "clusterIP", old_spec.get("clusterIP").cloned());
+    } else if first != primary && same_list {
+        // A client that knows the older field only.
+        put(spec, "clusterIPs", Some(serde_json::json!([first])));
     }
     for key in ["ipFamilyPolicy", "ipFamilies"] {
         let empty = match spec.get(key) {
@@ -45,22 +54,29 @@ fn keep_ips(new: &mut Value, given: &Value, old: &Value) -> Result<(), ApiError>
     Ok(())
 }
 
+fn node_ports(service: &Value) -> BTreeSet<u64> {
+    let numbers = ports(service).iter().filter_map(|p| p["nodePort"].as_u64());
+    numbers.filter(|n| *n > 0).collect()
+}
+
+/// Node ports stay with the name of their port. One that the body names for another port is not given twice.
 fn keep_ports(new: &mut Value, old: &Value) -> Result<(), ApiError> {
-    let both = has_node_ports(new) && has_node_ports(old);
+    let both = wants_node_ports(new) && has_node_ports(old);
     let health = has_health_port(new) && has_health_port(old);
+    let mut used: BTreeSet<u64> = node_ports(old)
+        .intersection(&node_ports(new))
+        .copied()
+        .collect();
     let spec = map_mut(new, "spec")?;
     if both && let Some(Value::Array(list)) = spec.get_mut("ports") {
-        let used: Vec<u64> = list.iter().filter_map(|p| p["nodePort"].as_u64()).collect();
-        for port in list
-            .iter_mut()
-            .filter(|p| p["nodePort"].as_u64().unwrap_or(0) == 0)
-        {
-            let same = |o: &&Value| o["port"] == port["port"] && protocol(o) == protocol(port);
-            let number = ports(old)
-                .iter()
-                .find(same)
-                .and_then(|o| o["nodePort"].as_u64());
-            if let (Some(number), Value::Object(map)) = (number.filter(|n| !used.contains(n)), port)
+        let unset = |p: &&mut Value| p["nodePort"].as_u64().unwrap_or(0) == 0;
+        for port in list.iter_mut().filter(unset) {
+            let name = text(port, "/name").to_owned();
+            let before = ports(old).iter().find(|o| text(o, "/name") == name);
+            let number = before.and_then(|o| o["nodePort"].as_u64());
+            if let (Some(number), Value::Object(map)) = (number, port)
+                && number > 0
+                && used.insert(number)
             {
                 map.insert("nodePort".into(), number.into());
             }
@@ -89,7 +105,7 @@ fn drop_by_type(new: &mut Value, given: &Value, old: &Value) -> Result<(), ApiEr
         fields.extend(["clusterIP", "clusterIPs", "ipFamilies", "ipFamilyPolicy"]);
         fields.push("internalTrafficPolicy");
     }
-    if lost(has_node_ports) {
+    if lost(is_external) {
         fields.push("externalTrafficPolicy");
     }
     if lost(has_health_port) {
@@ -97,28 +113,22 @@ fn drop_by_type(new: &mut Value, given: &Value, old: &Value) -> Result<(), ApiEr
     }
     if lost(balancer) {
         fields.extend(["allocateLoadBalancerNodePorts", "loadBalancerClass"]);
+        // What a balancer had been given leads nowhere any more.
+        if let Some(status) = new.get_mut("status").and_then(Value::as_object_mut) {
+            status.insert("loadBalancer".into(), Value::Object(Map::new()));
+        }
     }
     if lost(external_name) {
         fields.push("externalName");
     }
-    let no_ports = lost(has_node_ports);
+    let no_ports = lost(has_node_ports) && node_ports(given) == node_ports(old);
     let spec = map_mut(new, "spec")?;
     for field in fields {
         drop_unchanged(spec, field, old_spec);
     }
     if no_ports && let Some(Value::Array(list)) = spec.get_mut("ports") {
-        let before: Vec<u64> = ports(old)
-            .iter()
-            .filter_map(|p| p["nodePort"].as_u64())
-            .collect();
         for port in list.iter_mut().filter_map(Value::as_object_mut) {
-            if port
-                .get("nodePort")
-                .and_then(Value::as_u64)
-                .is_some_and(|n| before.contains(&n))
-            {
-                port.shift_remove("nodePort");
-            }
+            port.shift_remove("nodePort");
         }
     }
     Ok(())

@@ -17,8 +17,12 @@ use crate::apiserver::registry::ResourceDef;
 use crate::status::{ApiError, Cause};
 use crate::store::{Expect, Op};
 
+mod external_ips;
 mod families;
 mod pick;
+mod repair;
+#[cfg(test)]
+mod tests;
 
 pub(super) use carry::carry_over;
 mod carry;
@@ -48,12 +52,11 @@ fn cause(reason: &'static str, field: impl Into<String>, message: impl Into<Stri
     }
 }
 
-fn invalid_value(field: impl Into<String>, value: &dyn std::fmt::Debug, why: &str) -> Cause {
-    cause(
-        "FieldValueInvalid",
-        field,
-        format!("Invalid value: {value:?}: {why}"),
-    )
+/// `value` as the API prints it: JSON.
+fn invalid_value(field: impl Into<String>, value: impl serde::Serialize, why: &str) -> Cause {
+    let value = json!(value);
+    let message = format!("Invalid value: {value}: {why}");
+    cause("FieldValueInvalid", field, message)
 }
 
 fn refuse(service: &Value, cause: Cause) -> ApiError {
@@ -80,6 +83,15 @@ fn wants_node_ports(service: &Value) -> bool {
     has_node_ports(service)
         && (service_type(service) == "NodePort"
             || service["spec"]["allocateLoadBalancerNodePorts"].as_bool() != Some(false))
+}
+
+/// externalTrafficPolicy has a meaning.
+fn is_external(service: &Value) -> bool {
+    has_node_ports(service)
+        || (service_type(service) == "ClusterIP"
+            && service["spec"]["externalIPs"]
+                .as_array()
+                .is_some_and(|ips| !ips.is_empty()))
 }
 
 fn has_health_port(service: &Value) -> bool {
@@ -151,6 +163,7 @@ impl Api {
         service: &mut Value,
         old: Option<&Value>,
     ) -> Result<Allocation, ApiError> {
+        self.check_external_ips(service, old).await?;
         let held_before: Vec<String> = old.map(held).unwrap_or_default();
         let mut claims = Claims::new();
         if has_cluster_ip(service) {
@@ -182,6 +195,22 @@ impl Api {
             });
         }
         Ok(Allocation { ops })
+    }
+
+    fn service_cidr(&self, family: &str) -> Option<IpNetwork> {
+        let mut cidrs = self.network.service_cidrs.iter().copied();
+        cidrs.find(|cidr| families::family_of_net(*cidr) == family)
+    }
+
+    fn assign_families(&self, service: &mut Value, old: Option<&Value>) -> Result<(), ApiError> {
+        let cidrs = self.network.service_cidrs.iter();
+        let cluster: Vec<&'static str> = cidrs.map(|c| families::family_of_net(*c)).collect();
+        families::assign(service, old, &cluster).map_err(|faults| match faults {
+            families::Faults::Causes(causes) => {
+                ApiError::invalid("", "Service", object::name(service), causes)
+            }
+            families::Faults::Other(error) => error,
+        })
     }
 
     async fn assign_ips(
@@ -236,13 +265,13 @@ impl Api {
         let field = format!("spec.clusterIPs[{n}]");
         let Ok(address) = ip.parse::<IpAddr>() else {
             let why = "must be a valid IP address, (e.g. 10.9.8.7 or 2001:db8::ffff)";
-            return Err(refuse(service, invalid_value(field, &ip, why)));
+            return Err(refuse(service, invalid_value(field, ip, why)));
         };
         if !pick::usable(cidr, address) {
             let why = format!(
                 "failed to allocate IP {ip}: the provided IP ({ip}) is not in the valid range. The range of valid IPs is {cidr}"
             );
-            return Err(refuse(service, invalid_value(field, &[ip], &why)));
+            return Err(refuse(service, invalid_value(field, [ip], &why)));
         }
         if self
             .store
@@ -252,7 +281,7 @@ impl Api {
             .is_some()
         {
             let why = format!("failed to allocate IP {ip}: provided IP is already allocated");
-            return Err(refuse(service, invalid_value(field, &[ip], &why)));
+            return Err(refuse(service, invalid_value(field, [ip], &why)));
         }
         Ok(())
     }
@@ -266,6 +295,7 @@ impl Api {
         let wants = wants_node_ports(service);
         let owner = owner(service);
         let mut list = ports(service).to_vec();
+        let mut twins: BTreeMap<Option<u64>, u64> = BTreeMap::new();
         // Requested ports first: an automatic choice must not take one of them.
         for automatic in [false, true] {
             for (n, port) in list.iter_mut().enumerate() {
@@ -280,9 +310,17 @@ impl Api {
                             .await?;
                         number
                     }
-                    None if wants => self.pick_port(&proto, claims).await?,
+                    None if wants => {
+                        // One port number under two protocols (DNS) gets one node port where both are free.
+                        let twin = twins.get(&port["port"].as_u64()).copied();
+                        match twin {
+                            Some(twin) if self.is_free_port(&proto, twin, claims).await? => twin,
+                            _ => self.pick_port(&proto, claims).await?,
+                        }
+                    }
                     None => continue,
                 };
+                twins.entry(port["port"].as_u64()).or_insert(number);
                 claims.insert(port_key(&proto, number), owner.clone());
                 if let Value::Object(map) = port {
                     map.insert("nodePort".into(), number.into());
@@ -325,7 +363,7 @@ impl Api {
         }
         if !held_before.contains(&key) && self.is_taken(&key).await? {
             let why = "provided port is already allocated";
-            return Err(refuse(service, invalid_value(field, &number, why)));
+            return Err(refuse(service, invalid_value(field, number, why)));
         }
         Ok(())
     }
@@ -356,7 +394,7 @@ impl Api {
         {
             return Err(refuse(
                 service,
-                invalid_value(FIELD, &requested, "field is immutable"),
+                invalid_value(FIELD, requested, "field is immutable"),
             ));
         }
         let number = match requested {
@@ -366,7 +404,7 @@ impl Api {
                 let own = held_before.contains(&key);
                 if claims.contains_key(&key) || (!own && self.is_taken(&key).await?) {
                     let why = "provided port is already allocated";
-                    return Err(refuse(service, invalid_value(FIELD, &number, why)));
+                    return Err(refuse(service, invalid_value(FIELD, number, why)));
                 }
                 number
             }
@@ -385,7 +423,7 @@ impl Api {
         let why = format!(
             "provided port is not in the valid range. The range of valid ports is {first}-{last}"
         );
-        Err(refuse(service, invalid_value(field, &number, &why)))
+        Err(refuse(service, invalid_value(field, number, &why)))
     }
 
     async fn is_taken(&self, key: &str) -> Result<bool, ApiError> {

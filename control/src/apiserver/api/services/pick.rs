@@ -90,7 +90,7 @@ impl Api {
         )))
     }
 
-    async fn is_free_port(
+    pub(super) async fn is_free_port(
         &self,
         protocol: &str,
         number: u64,
