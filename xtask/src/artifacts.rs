@@ -190,6 +190,18 @@ pub(crate) fn product(repo: &Repo, profile: Profile) -> Result<PathBuf> {
     Ok(product_dir(repo, profile))
 }
 
+/// Builds the measuring program and what it measures, all optimised, in one cargo call; returns their folder.
+pub(crate) fn bench_programs(repo: &Repo) -> Result<PathBuf> {
+    let mut cargo = repo.cargo();
+    cargo.args(["build", "--quiet", "--release"]);
+    for package in ["weir-bench", "weir-agent", "weir-cni"] {
+        cargo.args(["--package", package]);
+    }
+    cargo.env("WEIR_BPF_OBJECT", repo.bpf_object());
+    loud(&mut cargo).context("build weir-bench, weir-agent and weir-cni")?;
+    Ok(product_dir(repo, Profile::Release))
+}
+
 /// Where cargo leaves the programs.
 pub(crate) fn product_dir(repo: &Repo, profile: Profile) -> PathBuf {
     repo.cargo_target().join(profile.folder())

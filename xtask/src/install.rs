@@ -32,6 +32,8 @@ pub(crate) enum Purpose {
     Cluster,
     /// Boot other kernels.
     Vm,
+    /// Measure beside other programs.
+    Bench,
 }
 
 /// One thing that is missing, and why it is wanted.
@@ -125,6 +127,19 @@ fn find_missing(repo: &Repo, purposes: &[Purpose]) -> BTreeSet<Missing> {
             "python3-pip",
             "fetches kubectl",
         );
+    }
+    if purposes.contains(&Purpose::Bench) {
+        for (program, name, why) in [
+            ("ip", "iproute2", "namespaces and links of the nodes"),
+            (
+                "iptables-restore",
+                "iptables",
+                "loads rules to compare with",
+            ),
+            ("nft", "nftables", "loads rules to compare with"),
+        ] {
+            package(which(program).is_some(), name, why);
+        }
     }
     if purposes.contains(&Purpose::Vm) {
         let qemu = format!("qemu-system-{}", std::env::consts::ARCH);

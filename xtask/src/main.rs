@@ -5,6 +5,7 @@
 )]
 
 mod artifacts;
+mod bench;
 mod cases;
 mod cluster;
 mod gen_schema;
@@ -82,8 +83,8 @@ enum Task {
     Cases(cases::Cases),
     /// Measure the product's optimised programs.
     Bench {
-        #[arg(value_enum)]
-        what: Bench,
+        #[command(subcommand)]
+        what: bench::Bench,
     },
     /// Boot Debian kernels under QEMU and load, attach and try every eBPF program there.
     Vm {
@@ -125,12 +126,6 @@ struct Which {
     /// Folder of its files; default: target/cluster.
     #[arg(long)]
     dir: Option<PathBuf>,
-}
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-enum Bench {
-    /// The cluster tier on release programs: time to the first answer, spread, losses while agents die, idle memory.
-    Cluster,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -195,9 +190,7 @@ fn run(task: Task) -> Result<ExitCode> {
         }
         Task::Test { tiers } => test::run(&repo, &tiers)?,
         Task::Cases(which) => cases::run(&repo, &which)?,
-        Task::Bench {
-            what: Bench::Cluster,
-        } => test::bench_cluster(&repo)?,
+        Task::Bench { what } => bench::run(&repo, &what)?,
         Task::Vm { kernel } => {
             let counts = vm::run(&repo, &kernel)?;
             println!("{counts}");

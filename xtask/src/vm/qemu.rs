@@ -133,9 +133,7 @@ pub(super) fn boot(
         Accelerator::Kvm => qemu.args(["-smp", "2", "-accel", "kvm", "-cpu", "host"]),
         // One CPU: a kernel patches its own text while it boots, and an emulated CPU on a thread of its own may take
         // the breakpoint of a patch that is already done, which the kernel answers with a panic.
-        Accelerator::Tcg => {
-            qemu.args(["-smp", "1", "-accel", "tcg,thread=single", "-cpu", "max"])
-        }
+        Accelerator::Tcg => qemu.args(["-smp", "1", "-accel", "tcg,thread=single", "-cpu", "max"]),
     };
     qemu.arg("-kernel")
         .arg(kernel)

@@ -1,0 +1,483 @@
+//! `bench service`: the same workloads over the same paths, once by plain routing, once through Weir, once through rule
+//! sets of kube-proxy's shape; round after round, every peer in turn.
+
+use std::collections::BTreeMap;
+use std::net::{Ipv4Addr, SocketAddrV4};
+use std::path::PathBuf;
+use std::process::Command;
+use std::sync::Arc;
+use std::time::Duration;
+
+use anyhow::{Context as _, Result};
+use clap::Args;
+use tokio::runtime::Runtime;
+
+use crate::agents::{self, Agents, Programs};
+use crate::fleet::{Fleet, Place, SERVER_PORT, SERVICE_PORT};
+use crate::lab::{self, Lab, Length, NODES, Namespace, SERVER_PORTS};
+use crate::load::client::{Seen, Workload};
+use crate::report::{Bar, Machine, Report, Row, Skipped, Unit, paired_ratio};
+use crate::ruleset;
+
+const ENDPOINTS: usize = 10;
+
+/// Options of `bench service`.
+#[derive(Debug, Args)]
+pub(crate) struct Options {
+    /// Numbers of services, smallest first; the smallest and the largest are compared.
+    #[arg(long, value_delimiter = ',', default_values_t = [10, 1_000, 10_000])]
+    services: Vec<usize>,
+    /// Times that everything is measured.
+    #[arg(long, default_value_t = 5)]
+    rounds: usize,
+    /// Milliseconds of one measurement.
+    #[arg(long, default_value_t = 300)]
+    time_ms: u64,
+    /// Only measurements whose name contains one of these (short_tcp, request, stream, udp, same_node, node_port, …).
+    #[arg(long, value_delimiter = ',')]
+    only: Vec<String>,
+    /// Only these peers (direct is always there).
+    #[arg(long, value_delimiter = ',')]
+    peers: Vec<String>,
+    /// Few services, few and short rounds: to see that it works.
+    #[arg(long)]
+    quick: bool,
+    /// Write the report as JSON.
+    #[arg(long)]
+    json: Option<PathBuf>,
+}
+
+/// Who does the balancing.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+enum Kind {
+    Direct,
+    Weir,
+    WeirSocket,
+    Iptables,
+    Nftables,
+}
+
+impl Kind {
+    const ALL: [Self; 5] = [
+        Self::Direct,
+        Self::Weir,
+        Self::WeirSocket,
+        Self::Iptables,
+        Self::Nftables,
+    ];
+
+    fn name(self) -> &'static str {
+        match self {
+            Self::Direct => "direct",
+            Self::Weir => "weir",
+            Self::WeirSocket => "weir_socket",
+            Self::Iptables => "iptables",
+            Self::Nftables => "nftables",
+        }
+    }
+}
+
+/// A peer with so many services; direct has none.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+struct Peer {
+    kind: Kind,
+    services: usize,
+}
+
+const DIRECT: Peer = Peer {
+    kind: Kind::Direct,
+    services: 0,
+};
+
+impl Peer {
+    fn name(self) -> String {
+        if self.services == 0 {
+            self.kind.name().into()
+        } else {
+            format!("{}/{}", self.kind.name(), self.services)
+        }
+    }
+}
+
+/// Where the client is and what it asks for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+enum Route {
+    /// A pod asks the service's address.
+    ClusterIp(Place),
+    /// An outsider asks the first node's port.
+    NodePort(Place),
+}
+
+impl Route {
+    fn name(self) -> &'static str {
+        match self {
+            Self::ClusterIp(Place::SameNode) => "same_node",
+            Self::ClusterIp(Place::CrossNode) => "cross_node",
+            Self::NodePort(Place::SameNode) => "node_port",
+            Self::NodePort(Place::CrossNode) => "node_port_cross",
+        }
+    }
+
+    fn place(self) -> Place {
+        match self {
+            Self::ClusterIp(place) | Self::NodePort(place) => place,
+        }
+    }
+}
+
+/// A figure of a measurement: name, unit, and where it is in what was seen.
+type Figure = (&'static str, Unit, fn(&Seen) -> f64);
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+struct Measurement {
+    workload: Workload,
+    route: Route,
+}
+
+impl Measurement {
+    fn all() -> Vec<Self> {
+        let mut all = Vec::new();
+        for place in [Place::SameNode, Place::CrossNode] {
+            for workload in [
+                Workload::ShortTcp,
+                Workload::Request,
+                Workload::Stream,
+                Workload::UdpRequest,
+            ] {
+                all.push(Self {
+                    workload,
+                    route: Route::ClusterIp(place),
+                });
+            }
+            for workload in [Workload::ShortTcp, Workload::Request] {
+                all.push(Self {
+                    workload,
+                    route: Route::NodePort(place),
+                });
+            }
+        }
+        all
+    }
+
+    fn name(self) -> String {
+        let workload = match self.workload {
+            Workload::ShortTcp => "short_tcp",
+            Workload::Request => "request",
+            Workload::Stream => "stream",
+            Workload::UdpRequest => "udp_request",
+        };
+        format!("{workload}/{}", self.route.name())
+    }
+
+    fn figures(self) -> &'static [Figure] {
+        match self.workload {
+            Workload::ShortTcp => &[("rate", Unit::PerSecond, |seen| seen.rate)],
+            Workload::Stream => &[("rate", Unit::BytesPerSecond, |seen| seen.rate)],
+            Workload::Request | Workload::UdpRequest => &[
+                ("rate", Unit::PerSecond, |seen| seen.rate),
+                ("p50", Unit::Seconds, |seen| seen.p50_s),
+                ("p99", Unit::Seconds, |seen| seen.p99_s),
+            ],
+        }
+    }
+}
+
+/// A peer that is set up.
+struct Stage {
+    peer: Peer,
+    lab: Lab,
+    fleet: Option<Fleet>,
+    _agents: Option<Agents>,
+}
+
+impl Stage {
+    /// Where the client of a route is, and what it asks.
+    fn targets(&self, route: Route) -> (&Namespace, Vec<SocketAddrV4>) {
+        let from = match route {
+            Route::ClusterIp(_) => &self.lab.client.namespace,
+            Route::NodePort(_) => &self.lab.underlay.outsider,
+        };
+        let Some(fleet) = &self.fleet else {
+            let server = match route.place() {
+                Place::SameNode => self.lab.same.address,
+                Place::CrossNode => self.lab.far.address,
+            };
+            let all = (0..SERVER_PORTS).map(|port| SocketAddrV4::new(server, SERVER_PORT + port));
+            return (from, all.collect());
+        };
+        let targets = fleet.targets(route.place());
+        let addresses = targets.filter_map(|service| match route {
+            Route::ClusterIp(_) => Some(SocketAddrV4::new(service.address, SERVICE_PORT)),
+            Route::NodePort(_) => Some(SocketAddrV4::new(NODES[0], service.node_port?)),
+        });
+        (from, addresses.collect())
+    }
+
+    fn measure(&self, measurement: Measurement, length: Length) -> Result<Seen> {
+        let (from, targets) = self.targets(measurement.route);
+        lab::drive(from, measurement.workload, &targets, length)
+    }
+}
+
+type Samples = BTreeMap<(Measurement, Peer), Vec<Seen>>;
+
+/// Runs it. Says whether every bar held.
+pub(crate) fn run(mut options: Options, programs: &Programs) -> Result<bool> {
+    agents::own_mounts()?;
+    let machine = Machine::describe();
+    if options.quick {
+        options.services.truncate(1);
+        options.rounds = options.rounds.min(2);
+        options.time_ms = options.time_ms.min(100);
+    }
+    let mut report = Report::new("service", machine);
+    let runtime = Arc::new(
+        tokio::runtime::Builder::new_multi_thread()
+            .worker_threads(1)
+            .enable_all()
+            .build()?,
+    );
+    let stages = set_up(&options, programs, &runtime, &mut report)?;
+    let samples = measure(&options, &stages, &mut report);
+    drop(stages);
+    tabulate(&options, &samples, &mut report);
+    print(&report.table());
+    if let Some(path) = &options.json {
+        report.write(path)?;
+    }
+    Ok(report.bars.iter().all(|bar| bar.held))
+}
+
+#[allow(clippy::print_stdout, reason = "the report goes to standard output")]
+pub(crate) fn print(text: &str) {
+    print!("{text}");
+}
+
+fn set_up(
+    options: &Options,
+    programs: &Programs,
+    runtime: &Arc<Runtime>,
+    report: &mut Report,
+) -> Result<Vec<Stage>> {
+    let wanted = |kind: Kind| {
+        kind == Kind::Direct
+            || options.peers.is_empty()
+            || options.peers.iter().any(|p| p == kind.name())
+    };
+    let mut stages = Vec::new();
+    for kind in Kind::ALL.into_iter().filter(|kind| wanted(*kind)) {
+        let sizes = if kind == Kind::Direct {
+            &[0][..]
+        } else {
+            &options.services
+        };
+        for services in sizes {
+            let peer = Peer {
+                kind,
+                services: *services,
+            };
+            eprintln!("setting up {}", peer.name());
+            match stage(peer, programs, runtime) {
+                Ok(stage) => stages.push(stage),
+                // Without its limit there is nothing to compare with.
+                Err(error) if peer == DIRECT => return Err(error),
+                Err(error) => report.skipped.push(Skipped {
+                    name: peer.name(),
+                    reason: format!("{error:#}"),
+                }),
+            }
+        }
+    }
+    Ok(stages)
+}
+
+fn stage(peer: Peer, programs: &Programs, runtime: &Arc<Runtime>) -> Result<Stage> {
+    let plain = || -> Result<(Lab, Fleet)> {
+        let lab = Lab::plain()?;
+        let fleet = Fleet::new(peer.services, ENDPOINTS, lab.same.address, lab.far.address);
+        Ok((lab, fleet))
+    };
+    let (lab, fleet, agents) = match peer.kind {
+        Kind::Direct => (Lab::plain()?, None, None),
+        Kind::Weir => {
+            let (lab, agents, fleet) =
+                agents::weir_lab(programs, runtime, peer.services, ENDPOINTS, "")?;
+            (lab, Some(fleet), Some(agents))
+        }
+        Kind::WeirSocket => anyhow::bail!("this agent has no socket translation"),
+        Kind::Iptables => {
+            let (lab, fleet) = plain()?;
+            load_iptables(&lab.underlay.nodes[0], &fleet)?;
+            (lab, Some(fleet), None)
+        }
+        Kind::Nftables => {
+            let (lab, fleet) = plain()?;
+            load_nftables(&lab.underlay.nodes[0], &fleet, NODES[0])?;
+            (lab, Some(fleet), None)
+        }
+    };
+    Ok(Stage {
+        peer,
+        lab,
+        fleet,
+        _agents: agents,
+    })
+}
+
+/// The fastest `iptables-restore` that is there.
+pub(crate) fn iptables_restore() -> Result<&'static str> {
+    ["iptables-legacy-restore", "iptables-restore"]
+        .into_iter()
+        .find(|program| {
+            Command::new(program)
+                .arg("--version")
+                .output()
+                .is_ok_and(|output| output.status.success())
+        })
+        .context("iptables-restore is missing (Debian package iptables)")
+}
+
+pub(crate) fn load_iptables(namespace: &Namespace, fleet: &Fleet) -> Result<()> {
+    let mut command = Command::new(iptables_restore()?);
+    namespace.feed(&mut command, &ruleset::iptables(fleet))
+}
+
+pub(crate) fn load_nftables(namespace: &Namespace, fleet: &Fleet, node: Ipv4Addr) -> Result<()> {
+    namespace
+        .feed(
+            Command::new("nft").args(["-f", "-"]),
+            &ruleset::nftables(fleet, node),
+        )
+        .context("load the rules (Debian package nftables)")
+}
+
+/// Every measurement of every peer, round after round. What fails once is left out from then on.
+fn measure(options: &Options, stages: &[Stage], report: &mut Report) -> Samples {
+    let chosen = |measurement: &Measurement| {
+        let name = measurement.name();
+        options.only.is_empty() || options.only.iter().any(|part| name.contains(part.as_str()))
+    };
+    let time = Duration::from_millis(options.time_ms);
+    let length = Length {
+        warm_up: time / 6,
+        time,
+    };
+    let mut samples = Samples::new();
+    let mut failed = std::collections::BTreeSet::new();
+    for round in 0..options.rounds {
+        eprintln!("round {} of {}", round + 1, options.rounds);
+        for measurement in Measurement::all().into_iter().filter(chosen) {
+            for stage in stages {
+                let key = (measurement, stage.peer);
+                if failed.contains(&key) {
+                    continue;
+                }
+                match stage.measure(measurement, length) {
+                    Ok(seen) => samples.entry(key).or_default().push(seen),
+                    Err(error) => {
+                        failed.insert(key);
+                        samples.remove(&key);
+                        report.skipped.push(Skipped {
+                            name: format!("{} {}", measurement.name(), stage.peer.name()),
+                            reason: format!("{error:#}"),
+                        });
+                    }
+                }
+            }
+        }
+    }
+    samples
+}
+
+fn tabulate(options: &Options, samples: &Samples, report: &mut Report) {
+    for measurement in Measurement::all() {
+        for (name, unit, of) in measurement.figures() {
+            let values = |peer: Peer| -> Option<Vec<f64>> {
+                Some(samples.get(&(measurement, peer))?.iter().map(of).collect())
+            };
+            let peers = samples
+                .keys()
+                .filter(|(m, _)| *m == measurement)
+                .map(|(_, peer)| *peer);
+            for peer in peers {
+                let Some(own) = values(peer) else { continue };
+                let title = format!("{}/{name} {}", measurement.name(), peer.name());
+                let Some(mut row) = Row::new(title, *unit, &own) else {
+                    continue;
+                };
+                if matches!(peer.kind, Kind::Weir | Kind::WeirSocket) {
+                    let others = [Kind::Iptables, Kind::Nftables].map(|kind| Peer {
+                        kind,
+                        services: peer.services,
+                    });
+                    for other in [DIRECT].into_iter().chain(others) {
+                        let ratio =
+                            values(other).and_then(|theirs| paired_ratio(*unit, &own, &theirs));
+                        if let Some(ratio) = ratio {
+                            row.vs.insert(other.kind.name().into(), ratio);
+                        }
+                    }
+                }
+                report.rows.push(row);
+            }
+        }
+    }
+    bars(options, samples, report);
+}
+
+/// The limits that the project has set itself.
+fn bars(options: &Options, samples: &Samples, report: &mut Report) {
+    const OF_DIRECT: f64 = 0.97;
+    const GROWTH: f64 = 0.97;
+    let smallest = options.services.iter().copied().min().unwrap_or(0);
+    let largest = options.services.iter().copied().max().unwrap_or(0);
+    let ratio = |measurement: Measurement, ours: Peer, theirs: Peer| -> Option<f64> {
+        // The first figure of a measurement but for kept connections, where it is the median of an answer.
+        let figures = measurement.figures();
+        let (_, unit, of) = figures.get(1).or(figures.first())?;
+        let values = |peer| -> Option<Vec<f64>> {
+            Some(samples.get(&(measurement, peer))?.iter().map(of).collect())
+        };
+        paired_ratio(*unit, &values(ours)?, &values(theirs)?)
+    };
+    let mut add = |limit: f64, measurement: Measurement, ours: Peer, theirs: Peer| {
+        if let Some(measured) = ratio(measurement, ours, theirs) {
+            let name = format!(
+                "{}: {} against {}",
+                measurement.name(),
+                ours.name(),
+                theirs.name()
+            );
+            report.bars.push(Bar::at_least(name, limit, measured));
+        }
+    };
+    for measurement in Measurement::all() {
+        let short = measurement.workload == Workload::ShortTcp;
+        for services in &options.services {
+            let peer = |kind| Peer {
+                kind,
+                services: *services,
+            };
+            add(OF_DIRECT, measurement, peer(Kind::WeirSocket), DIRECT);
+            if !short {
+                add(OF_DIRECT, measurement, peer(Kind::Weir), DIRECT);
+                continue;
+            }
+            let limits = match services {
+                10 => [1.2, 1.2],
+                10_000 => [5.0, 1.15],
+                _ => continue,
+            };
+            for (limit, other) in limits.into_iter().zip([Kind::Iptables, Kind::Nftables]) {
+                add(limit, measurement, peer(Kind::Weir), peer(other));
+            }
+        }
+        if smallest != largest {
+            let weir = |services| Peer {
+                kind: Kind::Weir,
+                services,
+            };
+            add(GROWTH, measurement, weir(largest), weir(smallest));
+        }
+    }
+}

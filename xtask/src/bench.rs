@@ -1,0 +1,57 @@
+//! `cargo xtask bench`: builds optimised programs and has them measured.
+
+use std::ffi::OsString;
+use std::process::Command;
+
+use anyhow::{Context as _, Result};
+use clap::Subcommand;
+
+use crate::install::{self, Purpose};
+use crate::repo::Repo;
+use crate::{artifacts, cluster, test};
+
+/// What is measured.
+#[derive(Debug, Subcommand)]
+pub(crate) enum Bench {
+    /// The cluster tier on release programs: time to the first answer, spread, losses while agents die, idle memory.
+    Cluster,
+    /// Traffic through services beside direct paths, iptables and nftables (root).
+    #[command(disable_help_flag = true)]
+    Service(Options),
+    /// Programming of services, one change, memory; beside iptables-restore and nft (root).
+    #[command(disable_help_flag = true)]
+    Program(Options),
+}
+
+/// Handed on to `weir-bench`, which explains them with `--help`.
+#[derive(Debug, clap::Args)]
+pub(crate) struct Options {
+    #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
+    options: Vec<OsString>,
+}
+
+/// Runs it; says whether every limit held.
+pub(crate) fn run(repo: &Repo, what: &Bench) -> Result<bool> {
+    match what {
+        Bench::Cluster => test::bench_cluster(repo),
+        Bench::Service(options) => measure(repo, "service", options),
+        Bench::Program(options) => measure(repo, "program", options),
+    }
+}
+
+fn measure(repo: &Repo, name: &str, options: &Options) -> Result<bool> {
+    cluster::require_root("bench")?;
+    install::ensure(repo, &[Purpose::Ebpf, Purpose::Bench])?;
+    artifacts::ebpf(repo)?;
+    let programs = artifacts::bench_programs(repo)?;
+    let status = Command::new(programs.join("weir-bench"))
+        .arg(name)
+        .arg("--agent")
+        .arg(programs.join("weir-agent"))
+        .arg("--cni")
+        .arg(programs.join("weir-cni"))
+        .args(&options.options)
+        .status()
+        .context("run weir-bench")?;
+    Ok(status.success())
+}
