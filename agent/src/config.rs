@@ -46,6 +46,8 @@ pub struct Config {
     #[serde(default)]
     pub cni: Cni,
     #[serde(default)]
+    pub overlay: Overlay,
+    #[serde(default)]
     pub dns: Dns,
     #[serde(default)]
     pub flow_table: FlowTable,
@@ -77,8 +79,41 @@ pub struct Cni {
     pub conf_dir: Option<PathBuf>,
     /// Unix socket of the CNI API; default RUN_DIR/cni.sock.
     pub socket: Option<PathBuf>,
-    /// Pod interface MTU in bytes; default: the smallest MTU of the uplinks.
+    /// Pod interface MTU in bytes; default: the smallest MTU of the uplinks, less the overlay's headers while a peer is
+    /// reached through it.
     pub mtu: Option<u32>,
+}
+
+/// VXLAN between nodes that do not share a segment. Port and VNI must be the same on all nodes.
+#[derive(Clone, Debug, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct Overlay {
+    /// Without it, pods of nodes behind a router cannot be reached.
+    pub enabled: bool,
+    /// UDP port; 8472 is the one that Linux and other overlays use, so that firewalls often let it through.
+    pub port: u16,
+    /// VXLAN network identifier, 24 bits.
+    #[serde(deserialize_with = "vni")]
+    pub vni: u32,
+}
+
+impl Default for Overlay {
+    fn default() -> Self {
+        Self {
+            enabled: true,
+            port: 8472,
+            vni: 87,
+        }
+    }
+}
+
+fn vni<'de, D: serde::Deserializer<'de>>(deserializer: D) -> Result<u32, D::Error> {
+    let vni = u32::deserialize(deserializer)?;
+    if vni < 1 << 24 {
+        Ok(vni)
+    } else {
+        Err(serde::de::Error::custom("a VNI has 24 bits"))
+    }
 }
 
 /// Cluster DNS of this node.

@@ -13,5 +13,7 @@ mod cluster;
 mod cni;
 #[path = "node/feed.rs"]
 mod feed;
+#[path = "node/overlay.rs"]
+mod overlay;
 #[path = "node/support.rs"]
 mod support;

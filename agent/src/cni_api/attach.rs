@@ -4,6 +4,7 @@ use std::fs::File;
 use std::net::IpAddr;
 use std::os::fd::AsFd;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
 
 use ipnetwork::IpNetwork;
 
@@ -24,7 +25,7 @@ impl From<NetlinkError> for CniError {
 pub(super) struct Wiring {
     pub(super) programs: Arc<dyn PodPrograms>,
     /// Bytes.
-    pub(super) mtu: u32,
+    pub(super) mtu: AtomicU32,
     pub(super) node_ips: Vec<IpAddr>,
 }
 
@@ -37,6 +38,32 @@ impl std::fmt::Debug for Wiring {
 }
 
 impl Wiring {
+    pub(super) fn mtu(&self) -> u32 {
+        self.mtu.load(Ordering::Relaxed)
+    }
+
+    /// Gives a pod's link that lives the current MTU, the pod's side first: it never sends what does not fit.
+    pub(super) fn adapt_mtu(
+        &self,
+        netlink: &mut Netlink,
+        record: &Record,
+        host: &Link,
+    ) -> Result<(), NetlinkError> {
+        let mtu = self.mtu();
+        let netns = File::open(&record.netns)
+            .map_err(|e| NetlinkError::new(format!("open the namespace {}", record.netns), e))?;
+        let (_, pod_mac) = record.key.macs();
+        netns::inside(&netns, || {
+            let mut netlink = Netlink::open()?;
+            match netlink.link(&record.key.if_name)? {
+                Some(link) if link.mac == pod_mac => netlink.set_link_mtu(link.index, mtu),
+                // Another namespace goes by that path now.
+                _ => Ok(()),
+            }
+        })?;
+        netlink.set_link_mtu(host.index, mtu)
+    }
+
     /// Everything between a durable record and a pod that can talk. On failure nothing is left. Returns the interface
     /// index of the host side.
     pub(super) fn set_up(&self, record: &Record, netns: &File) -> Result<u32, CniError> {
@@ -69,7 +96,7 @@ impl Wiring {
             mac: pod_mac,
             netns: Some(netns.as_fd()),
         };
-        netlink.create_veth(&near, &far, self.mtu).map_err(|e| {
+        netlink.create_veth(&near, &far, self.mtu()).map_err(|e| {
             if e.exists() {
                 let name = &record.key.if_name;
                 let message = format!("the container's namespace already has an interface {name}");
@@ -307,7 +334,16 @@ fn verify_pod_side(record: &Record) -> Result<(), CniError> {
                 "the container lacks the permanent neighbour {gateway}"
             ));
         }
-        let through = |path: Option<Path>| matches!(path, Some(Path::Via { gateway: g, link: l, .. }) if g == gateway && l == link.index);
+        let through = |path: Option<Path>| match path {
+            Some(Path::Via {
+                gateway: via,
+                link: l,
+                ..
+            }) => via == gateway && l == link.index,
+            // The same with an MTU, which a chained plugin may have set.
+            Some(Path::Overlay { link: l, .. }) => l == link.index,
+            _ => false,
+        };
         let default = default_route(*address);
         if !routes
             .iter()

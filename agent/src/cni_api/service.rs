@@ -3,6 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
 use std::net::IpAddr;
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -94,7 +95,7 @@ impl Attachments {
             store,
             wiring: Wiring {
                 programs,
-                mtu: settings.mtu,
+                mtu: AtomicU32::new(settings.mtu),
                 node_ips: settings.node_ips,
             },
             pod_cidrs,
@@ -138,6 +139,30 @@ impl Attachments {
             .collect()
     }
 
+    /// Sets the MTU (bytes) of new pods and of those that live. `links` are the links of the node. Returns how many
+    /// changed; one that cannot be changed is logged, keeps its MTU, and learns of narrow paths from ICMP.
+    pub fn set_mtu(&self, netlink: &mut Netlink, links: &[Link], mtu: u32) -> usize {
+        self.wiring.mtu.store(mtu, Ordering::Relaxed);
+        let by_name: BTreeMap<&str, &Link> = links.iter().map(|l| (l.name.as_str(), l)).collect();
+        let mut changed = 0;
+        for record in self.records() {
+            let Some(host) = by_name
+                .get(record.key.host_name().as_str())
+                .filter(|l| l.mtu != mtu)
+            else {
+                continue;
+            };
+            match self.wiring.adapt_mtu(netlink, &record, host) {
+                Ok(()) => changed += 1,
+                Err(e) if e.is_absent() => {}
+                Err(e) => {
+                    tracing::warn!(link = %host.name, error = %e, "a pod keeps its old MTU");
+                }
+            }
+        }
+        changed
+    }
+
     pub(super) fn handle(
         &self,
         request: &Request,
@@ -175,7 +200,7 @@ impl Attachments {
             container = %key.container_id, interface = %key.if_name, addresses = ?record.addresses,
             pod = %format!("{}/{}", record.pod.namespace, record.pod.name), "pod connected"
         );
-        Ok(result(&record, self.wiring.mtu))
+        Ok(result(&record, self.wiring.mtu()))
     }
 
     /// Chooses addresses and makes the choice durable before anything uses them.

@@ -1,4 +1,5 @@
 //! Desired state to wanted map entries, routes and DNS zone. Pure.
 
+pub mod peers;
 pub mod routes;
 pub mod services;

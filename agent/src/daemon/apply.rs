@@ -10,10 +10,12 @@ use control_api::desired::{Changes, DesiredState};
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 use weir_agent::cni_api::Attachments;
-use weir_agent::compile::routes::{self, Input, Problem};
+use weir_agent::compile::peers::{self, Tunnels};
+use weir_agent::compile::routes::{self, Compiled, Input, Problem};
 use weir_agent::config::Config;
 use weir_agent::feed::{FeedHandle, Origin, Update};
 use weir_agent::kernel::Kernel;
+use weir_agent::netlink::link::Link;
 use weir_agent::netlink::{Netlink, NetlinkError, sync};
 use weir_agent::observe::Observe;
 
@@ -285,25 +287,43 @@ fn route_pass(
     base: &Base,
 ) -> anyhow::Result<RoutePass> {
     let mut netlink = Netlink::open()?;
-    let host_link = base.restore(&mut netlink)?;
+    let links = base.restore(&mut netlink)?;
+    let present = netlink.links()?;
+    let node_ips = own_addresses(config, state);
     let reach = sync::reach_of(
         &mut netlink,
-        &routes::peer_addresses(&config.node_name, &state.nodes),
+        &peers::addresses(&config.node_name, &state.nodes),
+        &present,
     )?;
-    let pods = attachments.local_pods(&netlink.links()?);
-    let (wanted, problems) = routes::routes(&Input {
+    let pods = attachments.local_pods(&present);
+    let Compiled {
+        routes: wanted,
+        tunnels,
+        problems,
+    } = routes::routes(&Input {
         node_name: &config.node_name,
-        node_ips: &config.node_ips,
+        node_ips: &node_ips,
         nodes: &state.nodes,
         service_cidrs: &state.config.service_cidrs,
-        host_link,
+        host_link: links.host_link,
         host_link_addresses: &[
             IpAddr::from(dataplane_common::HOST_SNAT_V4),
             IpAddr::from(dataplane_common::HOST_SNAT_V6),
         ],
+        overlay_link: links.overlay,
         pods: &pods,
         reach: &reach,
     });
+    // Before the first packet that needs the room.
+    adapt_mtu(
+        config,
+        attachments,
+        base,
+        &mut netlink,
+        &present,
+        links.uplink_mtu,
+        &tunnels,
+    )?;
     // An old copy of the state must not take routes away.
     let removals = match origin {
         Origin::Server => sync::Removals::Make,
@@ -324,4 +344,39 @@ fn route_pass(
         errors: done.errors,
         problems,
     })
+}
+
+/// The addresses of this node as its Node object has them now; those of the configuration until it is known.
+fn own_addresses(config: &Config, state: &DesiredState) -> Vec<IpAddr> {
+    let told: Vec<IpAddr> = state
+        .nodes
+        .get(&config.node_name)
+        .into_iter()
+        .flat_map(|node| &node.internal_ips)
+        .filter_map(|ip| ip.parse().ok())
+        .collect();
+    if told.is_empty() {
+        config.node_ips.clone()
+    } else {
+        told
+    }
+}
+
+/// Keeps pods and host link at the MTU that every path takes.
+fn adapt_mtu(
+    config: &Config,
+    attachments: &Attachments,
+    base: &Base,
+    netlink: &mut Netlink,
+    links: &[Link],
+    uplink_mtu: u32,
+    tunnels: &Tunnels,
+) -> anyhow::Result<()> {
+    let fits = peers::pod_mtu(uplink_mtu, tunnels);
+    let mtu = config.cni.mtu.unwrap_or(fits);
+    let changed = attachments.set_mtu(netlink, links, mtu);
+    if base.set_mtu(netlink, fits)? || changed > 0 {
+        tracing::info!(mtu, pods = changed, "MTU changed");
+    }
+    Ok(())
 }

@@ -1,13 +1,15 @@
-//! What every pod of the node relies on: sysctls, the host link, programs on host link and uplinks. Made at start, and
-//! made again when somebody takes it away.
+//! What every pod of the node relies on: sysctls, the host link, the overlay's device, programs on host link and uplinks.
+//! Made at start, and made again when somebody takes it away.
 
 use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use anyhow::Result;
+use weir_agent::compile::peers;
 use weir_agent::config::Config;
 use weir_agent::kernel::{self, Kernel};
-use weir_agent::netlink::{Netlink, base};
+use weir_agent::netlink::{Netlink, base, overlay};
 
 /// Interface indexes that carry our programs.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -16,12 +18,22 @@ struct Attached {
     uplinks: BTreeMap<String, u32>,
 }
 
+/// Links of ours that routes lead to, and what fits through the others.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Links {
+    pub(super) host_link: u32,
+    /// `None` where the overlay is off or cannot be had.
+    pub(super) overlay: Option<u32>,
+    /// Bytes: the smallest MTU of the uplinks.
+    pub(super) uplink_mtu: u32,
+}
+
 /// The base of the node, as last put in place.
 pub(super) struct Base {
     config: Arc<Config>,
     kernel: Arc<Kernel>,
-    /// Bytes: the smallest of the uplinks.
-    pub(super) mtu: u32,
+    /// Bytes, as pods have it.
+    mtu: AtomicU32,
     attached: Mutex<Attached>,
 }
 
@@ -33,25 +45,40 @@ impl Base {
         let base = Self {
             config,
             kernel,
-            mtu,
+            mtu: AtomicU32::new(mtu),
             attached: Mutex::default(),
         };
         base.restore(&mut netlink)?;
         Ok(base)
     }
 
-    /// Compares what is with what was put in place, and repairs. Returns the index of the host link. Cheap when nothing
-    /// changed.
-    pub(super) fn restore(&self, netlink: &mut Netlink) -> Result<u32> {
+    /// Bytes of the packets that pods and the host link send.
+    pub(super) fn mtu(&self) -> u32 {
+        self.mtu.load(Ordering::Relaxed)
+    }
+
+    /// Gives the host link another MTU. True when it had another.
+    pub(super) fn set_mtu(&self, netlink: &mut Netlink, mtu: u32) -> Result<bool> {
+        let changed = self.mtu.swap(mtu, Ordering::Relaxed) != mtu;
+        if changed {
+            base::ensure_host_link(netlink, mtu)?;
+        }
+        Ok(changed)
+    }
+
+    /// Compares what is with what was put in place, and repairs. Cheap when nothing changed.
+    pub(super) fn restore(&self, netlink: &mut Netlink) -> Result<Links> {
         base::set_sysctls(&self.config.uplinks)?;
-        let host_link = base::ensure_host_link(netlink, self.mtu)?;
+        let host_link = base::ensure_host_link(netlink, self.mtu())?;
         let mut now = Attached {
             host_link: (host_link.near.index, host_link.far.index),
             uplinks: BTreeMap::new(),
         };
+        let mut uplink_mtu = None;
         for uplink in &self.config.uplinks {
             // An uplink that is gone gets its program when it comes back; the others work on.
             if let Some(link) = netlink.link(uplink)? {
+                uplink_mtu = Some(uplink_mtu.map_or(link.mtu, |least: u32| least.min(link.mtu)));
                 now.uplinks.insert(uplink.clone(), link.index);
             }
         }
@@ -73,8 +100,31 @@ impl Base {
         if *attached != Attached::default() && *attached != now {
             tracing::warn!(before = ?*attached, now = ?now, "links of the node changed; programs are attached again");
         }
-        let index = now.host_link.0;
+        let uplink_mtu = uplink_mtu.unwrap_or_else(|| self.mtu());
+        let links = Links {
+            host_link: now.host_link.0,
+            overlay: self.overlay(netlink, uplink_mtu)?,
+            uplink_mtu,
+        };
         *attached = now;
-        Ok(index)
+        Ok(links)
+    }
+
+    /// Nodes of the own segment need no overlay, so a kernel without it is no reason to stop.
+    fn overlay(&self, netlink: &mut Netlink, uplink_mtu: u32) -> Result<Option<u32>> {
+        let settings = &self.config.overlay;
+        if !settings.enabled {
+            overlay::remove(netlink)?;
+            return Ok(None);
+        }
+        let mtu = uplink_mtu.saturating_sub(peers::overhead(std::net::Ipv4Addr::LOCALHOST.into()));
+        match overlay::ensure(netlink, settings.port, mtu) {
+            Ok(link) => Ok(Some(link.index)),
+            Err(e) if e.is_unsupported() => {
+                tracing::warn!(error = %e, "no overlay; nodes behind a router cannot be reached");
+                Ok(None)
+            }
+            Err(e) => Err(e.into()),
+        }
     }
 }

@@ -7,7 +7,7 @@ use weir_agent::cni_api::{self, conf};
 use weir_agent::config::Config;
 use weir_agent::feed;
 use weir_agent::kernel::Kernel;
-use weir_agent::netlink::{HOST_LINK, Netlink, base, sync};
+use weir_agent::netlink::{HOST_LINK, Netlink, OVERLAY_LINK, base, overlay, sync};
 
 /// Removes and returns what was removed, one line each. Running it again finds nothing.
 pub(crate) fn run(config: &Config) -> Result<Vec<String>> {
@@ -35,6 +35,9 @@ pub(crate) fn run(config: &Config) -> Result<Vec<String>> {
     }
     if base::remove_host_link(&mut netlink)? {
         removed.push(format!("host link {HOST_LINK}"));
+    }
+    if overlay::remove(&mut netlink)? {
+        removed.push(format!("overlay link {OVERLAY_LINK}"));
     }
     for pin in Kernel::cleanup(&config.bpffs)? {
         removed.push(format!("pin {}", pin.display()));

@@ -69,7 +69,7 @@ pub(crate) async fn run(config: Config) -> Result<()> {
     observe.set_dataplane(Arc::<Kernel>::clone(&kernel));
     let (attachments, cni) = {
         let (config, feed, kernel) = (Arc::clone(&config), feed.clone(), Arc::clone(&kernel));
-        let mtu = config.cni.mtu.unwrap_or(base.mtu);
+        let mtu = config.cni.mtu.unwrap_or(base.mtu());
         tokio::task::spawn_blocking(move || serve_cni(&config, &feed, kernel, mtu)).await??
     };
     observe.checks().pass(CHECK_CNI);

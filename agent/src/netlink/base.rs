@@ -56,6 +56,9 @@ pub fn ensure_host_link(netlink: &mut Netlink, mtu: u32) -> Result<HostLink, Net
         sysctl::set(&format!("net/ipv4/conf/{name}/forwarding"), "1")?;
     }
     for link in [&host_link.near, &host_link.far] {
+        if link.mtu != mtu {
+            netlink.set_link_mtu(link.index, mtu)?;
+        }
         if !link.up {
             netlink.set_link_up(link.index, true)?;
         }

@@ -8,7 +8,8 @@ use netlink_packet_route::address::{
     AddressAttribute, AddressFlags, AddressHeaderFlags, AddressMessage, AddressScope,
 };
 use netlink_packet_route::link::{
-    InfoData, InfoKind, InfoVeth, LinkAttribute, LinkExtentMask, LinkFlags, LinkInfo, LinkMessage,
+    InfoData, InfoKind, InfoVeth, InfoVxlan, LinkAttribute, LinkExtentMask, LinkFlags, LinkInfo,
+    LinkMessage,
 };
 use netlink_packet_route::{AddressFamily, RouteNetlinkMessage};
 
@@ -27,6 +28,8 @@ pub struct Link {
     pub mtu: u32,
     pub up: bool,
     pub veth: bool,
+    /// UDP port of a VXLAN device whose tunnel keys come from programs; such a device alone has one.
+    pub overlay_port: Option<u16>,
 }
 
 /// One end of a veth pair to create.
@@ -76,6 +79,40 @@ impl Netlink {
             NLM_F_CREATE | NLM_F_EXCL,
         )
         .map_err(|e| NetlinkError::new(format!("create veth pair {} - {}", near.name, far.name), e))
+    }
+
+    /// Creates a VXLAN device that takes every tunnel key from programs and resolves no neighbours, and brings it up.
+    ///
+    /// # Errors
+    /// [`NetlinkError`] names the device; [`NetlinkError::is_unsupported`] when the kernel has no VXLAN.
+    pub fn create_overlay(
+        &mut self,
+        name: &str,
+        mac: Mac,
+        port: u16,
+        mtu: u32,
+    ) -> Result<(), NetlinkError> {
+        let mut message = LinkMessage::default();
+        message.header.flags = LinkFlags::Up | LinkFlags::Noarp;
+        message.header.change_mask = LinkFlags::Up | LinkFlags::Noarp;
+        message.attributes = vec![
+            LinkAttribute::IfName(name.to_owned()),
+            LinkAttribute::Address(mac.to_vec()),
+            LinkAttribute::Mtu(mtu),
+            LinkAttribute::LinkInfo(vec![
+                LinkInfo::Kind(InfoKind::Vxlan),
+                LinkInfo::Data(InfoData::Vxlan(vec![
+                    InfoVxlan::CollectMetadata(true),
+                    InfoVxlan::Learning(false),
+                    InfoVxlan::Port(port),
+                ])),
+            ]),
+        ];
+        self.change(
+            RouteNetlinkMessage::NewLink(message),
+            NLM_F_CREATE | NLM_F_EXCL,
+        )
+        .map_err(|e| NetlinkError::new(format!("create VXLAN device {name} on UDP port {port}"), e))
     }
 
     /// The link of this name, if there is one.
@@ -131,6 +168,18 @@ impl Netlink {
         let state = if up { "up" } else { "down" };
         self.change(RouteNetlinkMessage::SetLink(message), 0)
             .map_err(|e| NetlinkError::new(format!("bring link {index} {state}"), e))
+    }
+
+    /// Sets the MTU of a link, in bytes.
+    ///
+    /// # Errors
+    /// [`NetlinkError`] names the link.
+    pub fn set_link_mtu(&mut self, index: u32, mtu: u32) -> Result<(), NetlinkError> {
+        let mut message = LinkMessage::default();
+        message.header.index = index;
+        message.attributes = vec![LinkAttribute::Mtu(mtu)];
+        self.change(RouteNetlinkMessage::SetLink(message), 0)
+            .map_err(|e| NetlinkError::new(format!("set the MTU of link {index} to {mtu}"), e))
     }
 
     /// Deletes a link, and with a veth end its pair.
@@ -223,9 +272,24 @@ fn decode(message: &LinkMessage) -> Link {
                 link.veth = infos
                     .iter()
                     .any(|i| matches!(i, LinkInfo::Kind(InfoKind::Veth)));
+                link.overlay_port = overlay_port(infos);
             }
             _ => {}
         }
     }
     link
+}
+
+fn overlay_port(infos: &[LinkInfo]) -> Option<u16> {
+    let settings = infos.iter().find_map(|i| match i {
+        LinkInfo::Data(InfoData::Vxlan(settings)) => Some(settings),
+        _ => None,
+    })?;
+    if !settings.contains(&InfoVxlan::CollectMetadata(true)) {
+        return None;
+    }
+    settings.iter().find_map(|s| match s {
+        InfoVxlan::Port(port) => Some(*port),
+        _ => None,
+    })
 }

@@ -8,6 +8,7 @@ pub mod base;
 pub mod link;
 pub mod neighbour;
 pub mod netns;
+pub mod overlay;
 pub mod route;
 mod socket;
 pub mod sync;
@@ -23,6 +24,9 @@ pub const ROUTE_PROTOCOL: u8 = 87;
 pub const HOST_LINK: &str = "weir_host";
 /// The far end of [`HOST_LINK`], in the same namespace; it carries the programs.
 pub const HOST_LINK_PEER: &str = "weir_hostp";
+
+/// The VXLAN device that reaches nodes of other segments.
+pub const OVERLAY_LINK: &str = "weir_vxlan";
 
 /// A change or query of the kernel's network state that failed.
 #[derive(Debug, thiserror::Error)]
@@ -45,6 +49,15 @@ impl NetlinkError {
     #[must_use]
     pub fn exists(&self) -> bool {
         self.source.raw_os_error() == Some(libc::EEXIST)
+    }
+
+    /// The kernel has nothing of that kind.
+    #[must_use]
+    pub fn is_unsupported(&self) -> bool {
+        matches!(
+            self.source.raw_os_error(),
+            Some(libc::EOPNOTSUPP | libc::EAFNOSUPPORT)
+        )
     }
 
     /// The object, or the link it hangs on, is not there.

@@ -5,13 +5,13 @@ use std::net::IpAddr;
 use ipnetwork::IpNetwork;
 use netlink_packet_core::{NLM_F_CREATE, NLM_F_EXCL, NLM_F_REPLACE};
 use netlink_packet_route::route::{
-    RouteAddress, RouteAttribute, RouteFlags, RouteHeader, RouteMessage, RouteProtocol, RouteScope,
-    RouteType,
+    RouteAddress, RouteAttribute, RouteFlags, RouteHeader, RouteMessage, RouteMetric,
+    RouteProtocol, RouteScope, RouteType,
 };
 use netlink_packet_route::{AddressFamily, RouteNetlinkMessage};
 
 use super::{Netlink, NetlinkError, ROUTE_PROTOCOL};
-use crate::compile::routes::{Path, Reach};
+use crate::compile::routes::{Path, gateway_for};
 use crate::plan::routes::PresentRoute;
 
 pub(super) fn family_of(address: IpAddr) -> AddressFamily {
@@ -139,21 +139,21 @@ impl Netlink {
     ///
     /// # Errors
     /// [`NetlinkError`] when the kernel refuses for another reason than having no route.
-    pub fn reach(&mut self, address: IpAddr) -> Result<Reach, NetlinkError> {
+    pub fn lookup(&mut self, address: IpAddr) -> Result<Option<Lookup>, NetlinkError> {
         let mut query = RouteMessage::default();
         query.header.address_family = family_of(address);
         query.header.destination_prefix_length = if address.is_ipv4() { 32 } else { 128 };
         query.attributes = vec![RouteAttribute::Destination(address.into())];
         let route = match self.get(RouteNetlinkMessage::GetRoute(query)) {
             Ok(RouteNetlinkMessage::NewRoute(route)) => route,
-            Ok(_) => return Ok(Reach::Unknown),
+            Ok(_) => return Ok(None),
             Err(e)
                 if matches!(
                     e.raw_os_error(),
                     Some(libc::ENETUNREACH | libc::EHOSTUNREACH | libc::EINVAL | libc::EACCES)
                 ) =>
             {
-                return Ok(Reach::Unknown);
+                return Ok(None);
             }
             Err(e) => {
                 return Err(NetlinkError::new(
@@ -163,18 +163,36 @@ impl Netlink {
             }
         };
         if route.header.kind != RouteType::Unicast {
-            return Ok(Reach::Unknown);
+            return Ok(None);
         }
-        let mut link = None;
+        let (mut link, mut gateway, mut mtu) = (None, false, None);
         for attribute in &route.attributes {
             match attribute {
-                RouteAttribute::Gateway(_) | RouteAttribute::Via(_) => return Ok(Reach::Routed),
+                RouteAttribute::Gateway(_) | RouteAttribute::Via(_) => gateway = true,
                 RouteAttribute::Oif(index) => link = Some(*index),
+                RouteAttribute::Metrics(metrics) => mtu = mtu_of(metrics),
                 _ => {}
             }
         }
-        Ok(link.map_or(Reach::Unknown, |link| Reach::OnLink { link }))
+        Ok(link.map(|link| Lookup { link, gateway, mtu }))
     }
+}
+
+/// How packets to an address leave.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Lookup {
+    pub link: u32,
+    /// Through a gateway on that link.
+    pub gateway: bool,
+    /// Bytes that fit the path, where the route says so or the kernel has learned it.
+    pub mtu: Option<u32>,
+}
+
+fn mtu_of(metrics: &[RouteMetric]) -> Option<u32> {
+    metrics.iter().find_map(|metric| match metric {
+        RouteMetric::Mtu(mtu) => Some(*mtu),
+        _ => None,
+    })
 }
 
 fn message(destination: IpNetwork, path: Path) -> RouteMessage {
@@ -214,6 +232,18 @@ fn message(destination: IpNetwork, path: Path) -> RouteMessage {
                 .attributes
                 .extend(source.map(|s| RouteAttribute::PrefSource(s.into())));
         }
+        Path::Overlay { link, source, mtu } => {
+            let via = gateway_for(destination.ip());
+            message.header.flags = RouteFlags::Onlink;
+            message.attributes.extend([
+                RouteAttribute::Gateway(via.into()),
+                RouteAttribute::Oif(link),
+                RouteAttribute::Metrics(vec![RouteMetric::Mtu(mtu)]),
+            ]);
+            message
+                .attributes
+                .extend(source.map(|s| RouteAttribute::PrefSource(s.into())));
+        }
         Path::Unreachable => message.header.kind = RouteType::Unreachable,
     }
     message
@@ -226,7 +256,7 @@ fn decode(message: &RouteMessage) -> Option<PresentRoute> {
         AddressFamily::Inet6 => IpAddr::V6(std::net::Ipv6Addr::UNSPECIFIED),
         _ => return None,
     };
-    let (mut link, mut gateway, mut source, mut priority) = (None, None, None, 0);
+    let (mut link, mut gateway, mut source, mut mtu, mut priority) = (None, None, None, None, 0);
     let mut foreign_form = false;
     for attribute in &message.attributes {
         match attribute {
@@ -235,21 +265,27 @@ fn decode(message: &RouteMessage) -> Option<PresentRoute> {
             RouteAttribute::Gateway(a) => gateway = ip(a),
             RouteAttribute::PrefSource(a) => source = ip(a),
             RouteAttribute::Priority(metric) => priority = *metric,
+            RouteAttribute::Metrics(metrics) => mtu = mtu_of(metrics),
             RouteAttribute::MultiPath(_) | RouteAttribute::Via(_) | RouteAttribute::Encap(_) => {
                 foreign_form = true;
             }
             _ => {}
         }
     }
-    let path = match (header.kind, link, gateway) {
+    let path = match (header.kind, link, gateway, mtu) {
         _ if foreign_form => None,
-        (RouteType::Unreachable, _, _) => Some(Path::Unreachable),
-        (RouteType::Unicast, Some(link), Some(gateway)) => Some(Path::Via {
+        (RouteType::Unreachable, ..) => Some(Path::Unreachable),
+        (RouteType::Unicast, Some(link), Some(gateway), Some(mtu))
+            if gateway == gateway_for(gateway) =>
+        {
+            Some(Path::Overlay { link, source, mtu })
+        }
+        (RouteType::Unicast, Some(link), Some(gateway), _) => Some(Path::Via {
             gateway,
             link,
             source,
         }),
-        (RouteType::Unicast, Some(link), None) => Some(Path::Link { link, source }),
+        (RouteType::Unicast, Some(link), None, _) => Some(Path::Link { link, source }),
         _ => None,
     };
     let destination = IpNetwork::new(destination, header.destination_prefix_length).ok()?;

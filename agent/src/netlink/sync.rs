@@ -3,9 +3,14 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::IpAddr;
 
+use super::link::Link;
 use super::{Netlink, NetlinkError, absent_is_done};
-use crate::compile::routes::{Reach, Routes};
+use crate::compile::peers::Reach;
+use crate::compile::routes::Routes;
 use crate::plan::routes::{RouteChange, changes};
+
+/// Bytes.
+const ETHERNET_MTU: u32 = 1500;
 
 /// What one pass did.
 #[derive(Debug, Default)]
@@ -23,18 +28,37 @@ pub enum Removals {
     Skip,
 }
 
-/// How each address is reached right now.
+/// How each address is reached right now. `links` are all links of the namespace.
 ///
 /// # Errors
 /// [`NetlinkError`] when the kernel refuses a lookup.
 pub fn reach_of(
     netlink: &mut Netlink,
     addresses: &BTreeSet<IpAddr>,
+    links: &[Link],
 ) -> Result<BTreeMap<IpAddr, Reach>, NetlinkError> {
-    addresses
-        .iter()
-        .map(|a| Ok((*a, netlink.reach(*a)?)))
-        .collect()
+    let link_mtu: BTreeMap<u32, u32> = links.iter().map(|l| (l.index, l.mtu)).collect();
+    let mut reach = BTreeMap::new();
+    for address in addresses {
+        let answer = match netlink.lookup(*address)? {
+            None => Reach::Unknown,
+            Some(found) => {
+                // A link that came after the list was taken is looked at again: its coming is an event.
+                let widest = link_mtu.get(&found.link).copied().unwrap_or(ETHERNET_MTU);
+                let mtu = found.mtu.unwrap_or(widest).min(widest);
+                if found.gateway {
+                    Reach::Routed { mtu }
+                } else {
+                    Reach::OnLink {
+                        link: found.link,
+                        mtu,
+                    }
+                }
+            }
+        };
+        reach.insert(*address, answer);
+    }
+    Ok(reach)
 }
 
 /// Compares all routes of ours with the wanted ones and makes the changes. Safe to repeat; routes of others are neither

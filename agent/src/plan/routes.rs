@@ -84,8 +84,13 @@ mod tests {
     }
 
     fn path(n: u8) -> Path {
-        match n % 3 {
+        match n % 4 {
             0 => Path::Unreachable,
+            2 => Path::Overlay {
+                link: 8,
+                source: None,
+                mtu: 1400 + u32::from(n),
+            },
             1 => Path::Link {
                 link: 7,
                 source: None,

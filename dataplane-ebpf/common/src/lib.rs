@@ -47,3 +47,9 @@ pub const TAIL_REFUSE: u32 = 0;
 
 /// How many source ports a new flow tries before it is dropped (`source_ports_exhausted`).
 pub const MAX_PORT_ATTEMPTS: u32 = 8;
+
+/// Address of the overlay device on every node, and so the destination of every frame inside it.
+pub const OVERLAY_MAC: [u8; 6] = [0x0a, 0x57, 0x45, 0x49, 0x52, 0x03];
+
+/// Source of every frame inside the overlay. A VXLAN device takes a frame from its own address for a loop.
+pub const OVERLAY_SOURCE_MAC: [u8; 6] = [0x0a, 0x57, 0x45, 0x49, 0x52, 0x04];

@@ -16,7 +16,7 @@ const PATIENCE: Duration = Duration::from_secs(3);
 /// Where servers of these tests listen.
 const PORT: u16 = 8080;
 
-fn left_out(test: &str) -> bool {
+pub(crate) fn left_out(test: &str) -> bool {
     if skipped(test) {
         return true;
     }
@@ -180,7 +180,7 @@ async fn node_as_backend(cluster: &Cluster) {
 }
 
 /// Takes everything down and proves that nothing is left.
-fn finish(cluster: &mut Cluster, pods: Vec<Pod>) {
+pub(crate) fn finish(cluster: &mut Cluster, pods: Vec<Pod>) {
     for pod in pods {
         let member = cluster.members.iter().find(|m| m.name == pod.node).unwrap();
         member.runtime.del(&pod.container).unwrap();
@@ -188,7 +188,9 @@ fn finish(cluster: &mut Cluster, pods: Vec<Pod>) {
     for member in &mut cluster.members {
         member.stop_agent();
         let removed = member.cleanup();
-        assert!(removed.contains("weir_host"), "{removed}");
+        for link in ["weir_host", "weir_vxlan"] {
+            assert!(removed.contains(link), "{removed}");
+        }
         assert_eq!(member.namespace.links().unwrap(), ["eth0"]);
         for family in ["-4", "-6"] {
             let routes = member
@@ -411,8 +413,8 @@ async fn agents_that_die_in_the_middle_leave_nothing() {
         let links = member.namespace.links().unwrap();
         assert_eq!(
             links.len(),
-            4,
-            "eth0, the host link and the keeper's: {links:?}"
+            5,
+            "eth0, the host link, the overlay's and the keeper's: {links:?}"
         );
         assert_eq!(pod.links().unwrap(), Vec::<String>::new());
     }

@@ -44,18 +44,17 @@ pub(crate) struct Member {
 }
 
 impl Member {
-    fn new(number: u8, switch: &Switch, control: &Control, server: SocketAddr) -> Self {
+    fn new(number: u8, segment: &Segment, control: &Control, server: SocketAddr) -> Self {
         let name = format!("n{number}");
         let namespace = Namespace::new(&name).unwrap();
         let host = 10 + number;
-        let (v4, v6) = (format!("192.0.2.{host}"), format!("2001:db8::{host}"));
-        switch
-            .plug(
-                &namespace,
-                "eth0",
-                &[&format!("{v4}/24"), &format!("{v6}/64")],
-            )
-            .unwrap();
+        let (v4, v6) = segment.addresses(host);
+        segment.plug(&namespace, host);
+        for (family, gateway) in [("-4", segment.router().0), ("-6", segment.router().1)] {
+            namespace
+                .ip(&[family, "route", "add", "default", "via", &gateway])
+                .unwrap();
+        }
         let dir = tempfile::tempdir().unwrap();
         let bpffs = dir.path().join("bpf");
         std::fs::create_dir(&bpffs).unwrap();
@@ -240,25 +239,105 @@ pub(crate) struct Pod {
     pub(crate) node: String,
 }
 
+/// A layer-2 segment with its prefixes.
+struct Segment {
+    switch: Switch,
+    v4: &'static str,
+    v6: &'static str,
+}
+
+impl Segment {
+    const ROUTER: u8 = 254;
+
+    fn addresses(&self, host: u8) -> (String, String) {
+        (format!("{}{host}", self.v4), format!("{}{host}", self.v6))
+    }
+
+    fn router(&self) -> (String, String) {
+        self.addresses(Self::ROUTER)
+    }
+
+    /// The link is `eth0`, or `eth1` in a namespace that has one.
+    fn plug(&self, namespace: &Namespace, host: u8) {
+        let (v4, v6) = self.addresses(host);
+        let link = format!("eth{}", namespace.links().unwrap().len());
+        self.switch
+            .plug(
+                namespace,
+                &link,
+                &[&format!("{v4}/24"), &format!("{v6}/64")],
+            )
+            .unwrap();
+    }
+}
+
+/// Two segments, and a router between them that knows no pod.
+struct Network {
+    segments: [Segment; 2],
+    _router: Namespace,
+}
+
+impl Network {
+    fn new() -> Self {
+        let segment = |v4, v6| Segment {
+            switch: Switch::new().unwrap(),
+            v4,
+            v6,
+        };
+        let segments = [
+            segment("192.0.2.", "2001:db8::"),
+            segment("198.51.100.", "2001:db8:51::"),
+        ];
+        let router = Namespace::new("router").unwrap();
+        router
+            .enter(|| {
+                std::fs::write("/proc/sys/net/ipv4/ip_forward", "1")?;
+                Ok(std::fs::write(
+                    "/proc/sys/net/ipv6/conf/all/forwarding",
+                    "1",
+                )?)
+            })
+            .unwrap();
+        for segment in &segments {
+            segment.plug(&router, Segment::ROUTER);
+        }
+        Self {
+            segments,
+            _router: router,
+        }
+    }
+}
+
 /// Nodes n1…nN, connected and programmed.
 pub(crate) struct Cluster {
     pub(crate) control: Control,
     pub(crate) members: Vec<Member>,
     outside: Namespace,
-    _switch: Switch,
+    _network: Network,
 }
 
 impl Cluster {
+    /// All nodes on the first segment.
     pub(crate) async fn start(nodes: u8) -> Self {
-        let switch = Switch::new().unwrap();
+        Self::start_on(&vec![0; usize::from(nodes)]).await
+    }
+
+    /// One node for each number of a segment.
+    pub(crate) async fn start_on(segments: &[usize]) -> Self {
+        let network = Network::new();
         let outside = Namespace::new("ctl").unwrap();
-        switch
-            .plug(&outside, "eth0", &["192.0.2.1/24", "2001:db8::1/64"])
-            .unwrap();
+        let home = &network.segments[0];
+        home.plug(&outside, 1);
+        for (family, gateway) in [("-4", home.router().0), ("-6", home.router().1)] {
+            outside
+                .ip(&[family, "route", "add", "default", "via", &gateway])
+                .unwrap();
+        }
         let server = SocketAddr::new("192.0.2.1".parse().unwrap(), PORT);
         let control = Control::start(&outside, server);
-        let mut members: Vec<Member> = (1..=nodes)
-            .map(|n| Member::new(n, &switch, &control, server))
+        let mut members: Vec<Member> = (1..)
+            .zip(segments)
+            .map(|(n, segment)| Member::new(n, &network.segments[*segment], &control, server))
             .collect();
         let config = ClusterConfig {
             cluster_domain: "cluster.local".into(),
@@ -282,7 +361,7 @@ impl Cluster {
             control,
             members,
             outside,
-            _switch: switch,
+            _network: network,
         };
         cluster.programmed(revision).await;
         cluster
