@@ -22,9 +22,12 @@ pub(crate) struct Cases {
     /// Also run cases that take half a minute or more.
     #[arg(long)]
     slow: bool,
-    /// API cases run at once.
-    #[arg(long, default_value_t = 2)]
-    jobs: usize,
+    /// API or Service cases run at once; the runner has a default for each.
+    #[arg(long)]
+    jobs: Option<usize>,
+    /// Service cases: also write the results to this file, as JSON.
+    #[arg(long)]
+    json: Option<PathBuf>,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -53,7 +56,6 @@ pub(crate) fn run(repo: &Repo, cases: &Cases) -> Result<bool> {
             command.arg("api").arg(&dir);
             command.arg("--kubectl").arg(kubectl);
             command.arg("--control").arg(programs.join("weir-control"));
-            command.args(["--jobs", &cases.jobs.to_string()]);
         }
         Kind::Dns => {
             command.arg("dns").arg(&dir);
@@ -62,6 +64,9 @@ pub(crate) fn run(repo: &Repo, cases: &Cases) -> Result<bool> {
             command.arg("service").arg(&dir);
             command.arg("--agent").arg(programs.join("weir-agent"));
             command.arg("--cni").arg(programs.join("weir-cni"));
+            if let Some(json) = &cases.json {
+                command.arg("--json").arg(json);
+            }
         }
     }
     if let Some(only) = &cases.only {
@@ -69,6 +74,9 @@ pub(crate) fn run(repo: &Repo, cases: &Cases) -> Result<bool> {
     }
     if cases.slow && cases.kind != Kind::Dns {
         command.arg("--slow");
+    }
+    if let Some(jobs) = cases.jobs.filter(|_| cases.kind != Kind::Dns) {
+        command.args(["--jobs", &jobs.to_string()]);
     }
     let status = command
         .status()

@@ -12,6 +12,9 @@ pub enum Protocol {
     Tcp,
     #[serde(rename = "UDP")]
     Udp,
+    /// One-to-one style (RFC 6458): it reads and writes like a TCP stream.
+    #[serde(rename = "SCTP")]
+    Sctp,
     #[serde(rename = "ICMP")]
     Icmp,
 }
@@ -86,14 +89,14 @@ pub struct Send {
     pub token: u64,
 }
 
-/// A forged UDP packet, whole from the IP header on.
+/// A forged packet, whole from the IP header on.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Forged {
-    pub src: SocketAddr,
-    pub dst: SocketAddr,
-    pub token: u64,
-    /// Wrapped in VXLAN towards this address, with this network identifier.
-    pub inside: Option<(SocketAddr, u32)>,
+    pub packet: Vec<u8>,
+    /// Where its header says it goes.
+    pub to: IpAddr,
+    /// Sent as the payload of a UDP datagram to this address instead (a packet wrapped for an overlay).
+    pub inside: Option<SocketAddr>,
 }
 
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -104,6 +107,9 @@ pub enum Command {
         port: u16,
         name: String,
     },
+    /// Fails on purpose: tests see what a broken actor looks like.
+    #[cfg(test)]
+    Panic,
     /// Closes every server socket and every accepted connection.
     Unlisten,
     Probe(Probe),

@@ -60,9 +60,11 @@ pub fn run(
         let actor = Arc::clone(&actor);
         let output = Arc::clone(&output);
         std::thread::spawn(move || {
+            let work = std::panic::AssertUnwindSafe(|| actor.execute(command.body));
+            let panicked = |_| Reply::Failed("the actor panicked".into());
             let reply = Numbered {
                 id: command.id,
-                body: actor.execute(command.body),
+                body: std::panic::catch_unwind(work).unwrap_or_else(panicked),
             };
             let mut bytes = serde_json::to_vec(&reply).unwrap_or_default();
             bytes.push(b'\n');
@@ -82,6 +84,8 @@ impl Actor {
                 port,
                 name,
             } => done(lock(&self.servers).listen(protocol, port, &name, &self.seen)),
+            #[cfg(test)]
+            Command::Panic => panic!("as asked"),
             Command::Unlisten => {
                 drop(std::mem::take(&mut *lock(&self.servers)));
                 Reply::Done
@@ -204,4 +208,39 @@ fn get(to: SocketAddr, path: &str, timeout: Duration) -> std::io::Result<(u16, S
     status
         .map(|s| (s, body))
         .ok_or_else(|| std::io::ErrorKind::InvalidData.into())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[derive(Clone, Default)]
+    struct Said(Arc<Mutex<Vec<u8>>>);
+
+    impl Write for Said {
+        fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
+            lock(&self.0).extend(bytes);
+            Ok(bytes.len())
+        }
+        fn flush(&mut self) -> std::io::Result<()> {
+            Ok(())
+        }
+    }
+
+    #[test]
+    fn a_panic_is_a_reply() {
+        let command = serde_json::to_string(&Numbered {
+            id: 7,
+            body: Command::Panic,
+        });
+        let said = Said::default();
+        run(command.unwrap().as_bytes(), said.clone()).unwrap();
+        let deadline = Instant::now() + Duration::from_secs(5);
+        while lock(&said.0).last() != Some(&b'\n') && Instant::now() < deadline {
+            std::thread::yield_now();
+        }
+        let reply: Numbered<Reply> = serde_json::from_slice(&lock(&said.0)).unwrap();
+        assert_eq!(reply.id, 7);
+        assert!(matches!(reply.body, Reply::Failed(_)));
+    }
 }

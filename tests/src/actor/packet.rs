@@ -2,8 +2,15 @@
 
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 
-const UDP: u8 = 17;
+pub const ICMP: u8 = 1;
+pub const TCP: u8 = 6;
+pub const UDP: u8 = 17;
+pub const ICMP_V6: u8 = 58;
+pub const SCTP: u8 = 132;
 const FRAGMENT_HEADER: u8 = 44;
+const TCP_SYN: u8 = 0x02;
+const TCP_PUSH_ACK: u8 = 0x18;
+const TCP_WINDOW: u16 = 502;
 const TTL: u8 = 64;
 
 /// The Internet checksum (RFC 1071) over several parts; all but the last must have even length.
@@ -53,6 +60,46 @@ pub fn udp(src: SocketAddr, dst: SocketAddr, payload: &[u8]) -> Vec<u8> {
 pub fn udp_packet(src: SocketAddr, dst: SocketAddr, payload: &[u8]) -> Vec<u8> {
     let datagram = udp(src, dst, payload);
     ip(src.ip(), dst.ip(), UDP, &datagram, None)
+}
+
+/// What tells one TCP segment of a connection from another.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Place {
+    pub sequence: u32,
+    pub acknowledged: u32,
+}
+
+/// A whole TCP packet: a segment at a place of a connection, or its first SYN.
+#[must_use]
+pub fn tcp_packet(
+    src: SocketAddr,
+    dst: SocketAddr,
+    place: Option<Place>,
+    payload: &[u8],
+) -> Vec<u8> {
+    let flags = if place.is_some() {
+        TCP_PUSH_ACK
+    } else {
+        TCP_SYN
+    };
+    let place = place.unwrap_or(Place {
+        sequence: 1,
+        acknowledged: 0,
+    });
+    let mut segment = Vec::with_capacity(20 + payload.len());
+    segment.extend(src.port().to_be_bytes());
+    segment.extend(dst.port().to_be_bytes());
+    segment.extend(place.sequence.to_be_bytes());
+    segment.extend(place.acknowledged.to_be_bytes());
+    segment.extend([0x50, flags]);
+    segment.extend(TCP_WINDOW.to_be_bytes());
+    segment.extend([0; 4]);
+    segment.extend(payload);
+    let length = len16(segment.len());
+    let pseudo = [0, TCP, length[0], length[1]];
+    let sum = checksum(&[&octets(src.ip()), &octets(dst.ip()), &pseudo, &segment]);
+    segment[16..18].copy_from_slice(&sum.to_be_bytes());
+    ip(src.ip(), dst.ip(), TCP, &segment, None)
 }
 
 /// A datagram as fragments that carry at most `size` bytes each (rounded down to eights).
@@ -127,12 +174,13 @@ fn ip(src: IpAddr, dst: IpAddr, protocol: u8, body: &[u8], cut: Option<Cut>) -> 
     packet
 }
 
-/// A packet inside VXLAN (RFC 7348): header, Ethernet frame with locally administered addresses, packet.
+/// A packet inside VXLAN (RFC 7348): header, Ethernet frame from a locally administered address, packet.
 #[must_use]
-pub fn vxlan(packet: &[u8], vni: u32) -> Vec<u8> {
+pub fn vxlan(packet: &[u8], vni: u32, to: [u8; 6]) -> Vec<u8> {
     let mut bytes = vec![0x08, 0, 0, 0];
     bytes.extend((vni << 8).to_be_bytes());
-    bytes.extend([2, 0, 0, 0, 0, 1, 2, 0, 0, 0, 0, 2]);
+    bytes.extend(to);
+    bytes.extend([2, 0, 0, 0, 0, 2]);
     let v4 = packet.first().is_some_and(|b| b >> 4 == 4);
     bytes.extend(if v4 { [0x08, 0x00] } else { [0x86, 0xdd] });
     bytes.extend(packet);

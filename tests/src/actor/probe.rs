@@ -98,9 +98,16 @@ fn one(probe: &Probe, source: Option<IpAddr>) -> (Attempt, Option<Conn>) {
         dont_fragment: probe.dont_fragment,
     };
     let attempt = exchange(&mut conn, &ask, start);
-    if let (Close::Reset, Conn::Tcp(stream)) = (probe.close, &conn) {
-        // Linger zero turns the close into a reset.
-        let _plain_close = socket2::SockRef::from(stream).set_linger(Some(Duration::ZERO));
+    match (probe.close, &mut conn) {
+        (Close::Reset, Conn::Tcp(stream)) => {
+            // Linger zero turns the close into a reset.
+            let _plain_close = socket2::SockRef::from(&*stream).set_linger(Some(Duration::ZERO));
+        }
+        (Close::Server, Conn::Tcp(stream)) if attempt.outcome == Outcome::Reply => {
+            // The server is first: its end has to arrive before this side closes.
+            let _ended = stream.read(&mut [0; 1]);
+        }
+        _ => {}
     }
     (attempt, Some(conn))
 }
@@ -140,6 +147,7 @@ pub(super) fn open(probe: &Probe) -> (Attempt, Option<Conn>) {
 fn connect(probe: &Probe, source: Option<IpAddr>, timeout: Duration) -> std::io::Result<Conn> {
     let (kind, transport) = match probe.protocol {
         Protocol::Tcp => (Type::STREAM, Transport::TCP),
+        Protocol::Sctp => (Type::STREAM, Transport::SCTP),
         _ => (Type::DGRAM, Transport::UDP),
     };
     let socket = Socket::new(Domain::for_address(probe.to), kind, Some(transport))?;
@@ -156,9 +164,10 @@ fn connect(probe: &Probe, source: Option<IpAddr>, timeout: Duration) -> std::io:
     if probe.dont_fragment {
         dont_fragment(&socket, probe.to.is_ipv4())?;
     }
-    if probe.protocol == Protocol::Tcp {
+    if matches!(probe.protocol, Protocol::Tcp | Protocol::Sctp) {
         socket.connect_timeout(&probe.to.into(), timeout)?;
-        socket.set_tcp_nodelay(true)?;
+        // SCTP has no such option.
+        let _not_tcp = socket.set_tcp_nodelay(true);
         return Ok(Conn::Tcp(socket.into()));
     }
     socket.connect(&probe.to.into())?;

@@ -12,6 +12,8 @@ use super::packet;
 use super::probe::{failed, millis};
 
 const BUFFER: usize = 1 << 16;
+/// A read needs some time, or it would wait for ever.
+const AT_LEAST: Duration = Duration::from_millis(1);
 const ECHO_REPLY_V4: u8 = 0;
 const UNREACHABLE_V4: u8 = 3;
 const ECHO_REPLY_V6: u8 = 129;
@@ -126,13 +128,8 @@ fn try_fragmented(probe: &Probe, cut: Fragments, start: Instant) -> std::io::Res
     let wire = raw_socket(probe.to.is_ipv4())?;
     let mut sockets = Vec::new();
     let mut trains = Vec::new();
-    for _ in 0..probe.count {
-        let any: SocketAddr = if probe.to.is_ipv4() {
-            ([0, 0, 0, 0], 0).into()
-        } else {
-            ([0_u16; 8], 0).into()
-        };
-        let socket = UdpSocket::bind(any)?;
+    for own in sources(probe) {
+        let socket = UdpSocket::bind(own)?;
         socket.connect(probe.to)?;
         let mut train = packet::fragments(
             socket.local_addr()?,
@@ -151,14 +148,30 @@ fn try_fragmented(probe: &Probe, cut: Fragments, start: Instant) -> std::io::Res
         wire.send_to(&fragment, &SocketAddr::new(probe.to.ip(), 0).into())?;
         std::thread::sleep(Duration::from_millis(cut.gap_ms));
     }
-    let wait = Duration::from_millis(probe.timeout_ms);
+    // Answers wait in their sockets: one limit serves them all.
+    let after = Duration::from_millis(probe.timeout_ms + u64::from(probe.answer_after_ms));
+    let deadline = Instant::now() + after;
     let all = sockets.iter().enumerate();
     Ok(all
-        .map(|(socket, s)| Attempt {
-            socket,
-            ..answer_on(s, wait, start)
+        .map(|(socket, s)| {
+            let left = deadline.saturating_duration_since(Instant::now());
+            Attempt {
+                socket,
+                ..answer_on(s, left.max(AT_LEAST), start)
+            }
         })
         .collect())
+}
+
+/// Where each datagram's socket is bound.
+fn sources(probe: &Probe) -> Vec<SocketAddr> {
+    let one = |ip| std::iter::repeat_n(ip, probe.count);
+    if probe.from_ips.is_empty() {
+        return one(any(probe.to.is_ipv4(), probe.from_port)).collect();
+    }
+    let own = probe.from_ips.iter();
+    own.flat_map(|ip| one(SocketAddr::new(*ip, probe.from_port)))
+        .collect()
 }
 
 /// The order on the wire: train by train, or the fragments of all trains in turn.
@@ -204,26 +217,21 @@ fn raw_socket(v4: bool) -> std::io::Result<Socket> {
     )
 }
 
-/// Sends one forged UDP packet that carries a token.
+/// Sends one forged packet.
 pub(super) fn forge(forged: &Forged) -> std::io::Result<()> {
-    let request = Request {
-        length: REQUEST_HEAD,
-        token: forged.token,
-        answer_size: 0,
-        answer_after_ms: 0,
-        server_closes: false,
-    };
-    let bytes = packet::udp_packet(forged.src, forged.dst, &request.encode());
-    if let Some((outer, vni)) = forged.inside {
-        let any: SocketAddr = if outer.is_ipv4() {
-            ([0, 0, 0, 0], 0).into()
-        } else {
-            ([0_u16; 8], 0).into()
-        };
-        UdpSocket::bind(any)?.send_to(&packet::vxlan(&bytes, vni), outer)?;
+    if let Some(outer) = forged.inside {
+        UdpSocket::bind(any(outer.is_ipv4(), 0))?.send_to(&forged.packet, outer)?;
         return Ok(());
     }
-    let wire = raw_socket(forged.dst.is_ipv4())?;
-    wire.send_to(&bytes, &SocketAddr::new(forged.dst.ip(), 0).into())?;
+    let wire = raw_socket(forged.to.is_ipv4())?;
+    wire.send_to(&forged.packet, &SocketAddr::new(forged.to, 0).into())?;
     Ok(())
+}
+
+fn any(v4: bool, port: u16) -> SocketAddr {
+    if v4 {
+        ([0, 0, 0, 0], port).into()
+    } else {
+        ([0_u16; 8], port).into()
+    }
 }

@@ -67,8 +67,8 @@ impl Servers {
                 ended: Arc::clone(&self.ended),
             };
             match protocol {
-                Protocol::Tcp => {
-                    let listener = tcp(address)?;
+                Protocol::Tcp | Protocol::Sctp => {
+                    let listener = stream(address, protocol)?;
                     let connections = Arc::clone(&self.connections);
                     self.threads.push(std::thread::spawn(move || {
                         server.accept(&listener, &connections)
@@ -110,8 +110,13 @@ fn bound(address: SocketAddr, kind: Type, transport: Transport) -> std::io::Resu
     Ok(socket)
 }
 
-fn tcp(address: SocketAddr) -> std::io::Result<TcpListener> {
-    let socket = bound(address, Type::STREAM, Transport::TCP)?;
+fn stream(address: SocketAddr, protocol: Protocol) -> std::io::Result<TcpListener> {
+    let transport = if protocol == Protocol::Sctp {
+        Transport::SCTP
+    } else {
+        Transport::TCP
+    };
+    let socket = bound(address, Type::STREAM, transport)?;
     socket.listen(BACKLOG)?;
     socket.set_nonblocking(true)?;
     Ok(socket.into())
@@ -162,7 +167,8 @@ impl Server {
 
     fn connection(&self, mut stream: TcpStream, peer: SocketAddr) -> std::io::Result<()> {
         stream.set_nonblocking(false)?;
-        stream.set_nodelay(true)?;
+        // SCTP has no such option.
+        let _not_tcp = stream.set_nodelay(true);
         let local = stream.local_addr()?;
         let mut head = [0; REQUEST_HEAD];
         loop {

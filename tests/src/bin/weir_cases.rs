@@ -63,6 +63,12 @@ enum Kind {
         /// Also run cases that take half a minute or more.
         #[arg(long)]
         slow: bool,
+        /// Cases run at once.
+        #[arg(long, default_value_t = service::DEFAULT_JOBS)]
+        jobs: usize,
+        /// Also write the results to this file.
+        #[arg(long)]
+        json: Option<PathBuf>,
     },
     /// Serves and probes on command inside a network namespace (the runner starts it).
     #[command(hide = true)]
@@ -98,6 +104,8 @@ fn main() -> anyhow::Result<ExitCode> {
             agent,
             cni,
             slow,
+            jobs,
+            json,
         } => {
             let binaries = service::Binaries { agent, cni };
             let options = service::Options {
@@ -105,6 +113,8 @@ fn main() -> anyhow::Result<ExitCode> {
                 only,
                 binaries,
                 slow,
+                jobs,
+                json,
             };
             service::run_folder(&options, print)?
         }

@@ -68,6 +68,15 @@ fn key_of(plural: &str, object: &Value) -> Key {
     )
 }
 
+/// An object without what the store itself writes into it.
+fn without_marks(object: &Value) -> Value {
+    let mut bare = object.clone();
+    if let Some(meta) = bare["metadata"].as_object_mut() {
+        meta.retain(|k, _| !matches!(k.as_str(), "resourceVersion" | "uid" | "creationTimestamp"));
+    }
+    bare
+}
+
 impl Objects {
     #[must_use]
     pub(super) fn revision(&self) -> u64 {
@@ -79,15 +88,19 @@ impl Objects {
         let mut inner = lock(&self.inner);
         let key = key_of(plural, &object);
         let before = inner.objects.get(&key).cloned();
-        if let Some(before) = &before {
-            let mut same = (**before).clone();
-            same["metadata"]["resourceVersion"] = object["metadata"]["resourceVersion"].clone();
-            same["metadata"]["uid"] = object["metadata"]["uid"].clone();
-            if same == object {
-                return Arc::clone(before);
-            }
+        if let Some(before) = &before
+            && without_marks(before) == without_marks(&object)
+        {
+            return Arc::clone(before);
         }
         inner.revision += 1;
+        if object["metadata"]["creationTimestamp"].is_null() {
+            let made = before
+                .as_ref()
+                .map(|b| b["metadata"]["creationTimestamp"].clone());
+            object["metadata"]["creationTimestamp"] =
+                made.unwrap_or_else(|| jiff::Timestamp::now().to_string().into());
+        }
         object["metadata"]["resourceVersion"] = inner.revision.to_string().into();
         if object["metadata"]["uid"].is_null() {
             let kept = before.as_ref().map(|b| b["metadata"]["uid"].clone());
@@ -344,15 +357,27 @@ impl Control {
         }
     }
 
-    /// What the nodes said about their last apply.
+    /// How far one node is, and what it said about its last apply.
     #[must_use]
-    pub(super) fn errors(&self) -> String {
-        let nodes = self.status.nodes();
-        let errors = nodes.iter().filter(|(_, s)| !s.apply_error.is_empty());
-        errors
-            .map(|(n, s)| format!("{n}: {}", s.apply_error))
-            .collect::<Vec<_>>()
-            .join("; ")
+    pub(super) fn standing(&self, node: &str) -> String {
+        let wanted = self.objects.revision();
+        let Some(status) = self.status.nodes().remove(node) else {
+            return format!("{node} has never followed the feed (revision {wanted})");
+        };
+        let connection = if status.connected {
+            "connected"
+        } else {
+            "not connected"
+        };
+        let error = if status.apply_error.is_empty() {
+            "without an error"
+        } else {
+            &status.apply_error
+        };
+        format!(
+            "{node} is {connection}, at revision {} of {wanted}, {error}",
+            status.applied_revision
+        )
     }
 }
 
@@ -373,5 +398,24 @@ fn network() -> Network {
         service_cidrs: nets(["10.96.0.0/16", "fd00:96::/112"]),
         dns_ips: vec![std::net::Ipv4Addr::new(10, 96, 255, 10).into()],
         ..Network::default()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_same_object_again_is_no_change() {
+        let objects = Objects::default();
+        let web = |port: u16| json!({"metadata": {"namespace": "d", "name": "web"}, "port": port});
+        let first = objects.put("services", web(1));
+        assert_eq!(objects.put("services", web(1)), first);
+        assert_eq!(objects.revision(), 1);
+        let second = objects.put("services", web(2));
+        assert_eq!(objects.revision(), 2);
+        for kept in ["uid", "creationTimestamp"] {
+            assert_eq!(second["metadata"][kept], first["metadata"][kept]);
+        }
     }
 }

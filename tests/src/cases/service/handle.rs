@@ -2,6 +2,7 @@
 
 use std::collections::HashMap;
 use std::io::{BufRead, BufReader, Write};
+use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdin, Stdio};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{Sender, channel};
@@ -10,6 +11,7 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
 
+use super::node::tail;
 use crate::actor::command::{Attempt, Command, Numbered, Reply};
 use crate::actor::lock;
 use crate::topology::Namespace;
@@ -26,20 +28,24 @@ pub(super) struct Handle {
     stdin: Mutex<Option<ChildStdin>>,
     waiting: Waiting,
     next: AtomicU64,
+    log: PathBuf,
 }
 
 impl Handle {
-    /// Starts this program as an actor inside the namespace.
+    /// Starts this program as an actor inside the namespace; what it says on standard error goes to `log`.
     ///
     /// # Errors
     /// When it cannot be started.
-    pub(super) fn start(namespace: &Namespace) -> Result<Self> {
+    pub(super) fn start(namespace: &Namespace, log: &Path) -> Result<Self> {
         let program = std::env::current_exe()?;
+        let errors =
+            std::fs::File::create(log).with_context(|| format!("create {}", log.display()))?;
         let mut child = namespace
             .command(&program.display().to_string())
             .arg("actor")
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
+            .stderr(errors)
             .spawn()
             .context("start an actor")?;
         let stdin = child.stdin.take();
@@ -65,6 +71,7 @@ impl Handle {
             stdin: Mutex::new(stdin),
             waiting,
             next: AtomicU64::new(1),
+            log: log.to_owned(),
         })
     }
 
@@ -86,10 +93,19 @@ impl Handle {
             None => bail!("the actor was stopped"),
         }
         match receiver.recv_timeout(limit + SLACK) {
-            Ok(Reply::Failed(why)) => bail!("actor: {why}"),
+            Ok(Reply::Failed(why)) => bail!("actor: {why}\n{}", tail(&self.log)),
             Ok(reply) => Ok(reply),
-            Err(e) => bail!("no reply of an actor: {e}"),
+            Err(e) => bail!("no reply of an actor: {e}\n{}", tail(&self.log)),
         }
+    }
+
+    /// How it ended, if it did, and the end of its log.
+    ///
+    /// # Errors
+    /// When the process cannot be asked after.
+    pub(super) fn ended(&mut self) -> Result<Option<String>> {
+        let status = self.child.try_wait()?;
+        Ok(status.map(|s| format!("{s}\n{}", tail(&self.log))))
     }
 
     /// A command whose reply holds attempts.

@@ -15,11 +15,18 @@ pub(super) struct Seen {
     pub(super) source: String,
     /// Its own addresses.
     pub(super) addresses: Vec<IpAddr>,
+    /// It used several addresses, each of which counts as a source.
+    pub(super) several: bool,
     pub(super) attempts: Vec<Attempt>,
 }
 
-/// Who answered earlier: by source and socket for kept flows, by source alone for notes.
-pub(super) type Record = BTreeMap<(String, usize), BTreeSet<String>>;
+/// Who answered earlier.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(super) struct Record {
+    /// A kept flow is compared socket by socket, a note source by source.
+    flow: bool,
+    by_socket: BTreeMap<(String, usize), BTreeSet<String>>,
+}
 
 /// What the judge needs to know of the world.
 pub(super) trait Lookup {
@@ -41,7 +48,9 @@ fn peer(attempt: &Attempt) -> Option<SocketAddr> {
     attempt.answer.as_ref()?.peer.parse().ok()
 }
 
-fn local(attempt: &Attempt) -> Option<SocketAddr> {
+/// Where the server that answered was reached.
+#[must_use]
+pub(super) fn local(attempt: &Attempt) -> Option<SocketAddr> {
     attempt.answer.as_ref()?.local.parse().ok()
 }
 
@@ -253,43 +262,46 @@ fn whole(expect: &Value, seen: &[Seen]) -> Check {
 
 /// Who answered, by source and socket.
 #[must_use]
-pub(super) fn record(seen: &[Seen]) -> Record {
-    let mut record = Record::new();
+pub(super) fn record(seen: &[Seen], flow: bool) -> Record {
+    let mut by_socket: BTreeMap<_, BTreeSet<String>> = BTreeMap::new();
     for source in seen {
         for attempt in &source.attempts {
-            let entry = record
-                .entry((source.source.clone(), attempt.socket))
-                .or_default();
+            let name = match attempt.source {
+                Some(own) if source.several => format!("{} {}", source.source, own.ip()),
+                _ => source.source.clone(),
+            };
+            let entry = by_socket.entry((name, attempt.socket)).or_default();
             entry.extend(backend(attempt));
         }
     }
-    record
+    Record { flow, by_socket }
 }
 
 fn by_source(record: &Record) -> BTreeMap<&str, BTreeSet<&String>> {
     let mut all: BTreeMap<&str, BTreeSet<&String>> = BTreeMap::new();
-    for ((source, _), backends) in record {
+    for ((source, _), backends) in &record.by_socket {
         all.entry(source).or_default().extend(backends);
     }
     all
 }
 
 fn compare(expect: &Value, seen: &[Seen], lookup: &dyn Lookup) -> Check {
-    let now = record(seen);
+    let now = record(seen, false);
     if let Some(id) = expect["same_backend_as"].as_str() {
         let before = lookup
             .record(id)
             .ok_or_else(|| format!("nothing recorded as {id}"))?;
-        let socket_by_socket =
-            now.keys().all(|k| before.contains_key(k)) && expect["by"] != "source";
-        let single = |r: &Record| r.values().all(|b| b.len() <= 1);
-        if socket_by_socket && single(&before) && before.len() == now.len() {
-            if let Some((key, backends)) = now.iter().find(|(k, b)| before.get(*k) != Some(*b)) {
+        let same_sockets = now.by_socket.keys().eq(before.by_socket.keys());
+        if before.flow && same_sockets {
+            let moved = |(key, backends): &(&(String, usize), &BTreeSet<String>)| {
+                before.by_socket.get(*key) != Some(*backends)
+            };
+            if let Some((key, backends)) = now.by_socket.iter().find(moved) {
                 return Err(format!(
                     "{} socket {} moved from {:?} to {backends:?}",
                     key.0,
                     key.1,
-                    before.get(key)
+                    before.by_socket.get(key)
                 ));
             }
             return Ok(());
@@ -330,7 +342,7 @@ mod tests {
             }
         }
         fn record(&self, id: &str) -> Option<Record> {
-            (id == "k").then(|| record(&[seen("w1", 0)]))
+            (id == "k").then(|| record(&[seen("w1", 0)], true))
         }
     }
 
@@ -352,6 +364,7 @@ mod tests {
         Seen {
             source: "c1".into(),
             addresses: vec![],
+            several: false,
             attempts: vec![attempt],
         }
     }

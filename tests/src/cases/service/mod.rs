@@ -1,24 +1,39 @@
 //! Service and routing cases on real network namespaces. The folder's README describes the format.
 
 mod api;
+mod capture;
 mod cluster;
 mod handle;
 mod judge;
+mod node;
+mod pod;
+mod probe;
+mod raw;
 mod resolve;
 mod slices;
 mod steps;
+mod wire;
 mod world;
 
-use std::path::PathBuf;
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::{Duration, Instant};
 
 use anyhow::Context;
+use serde_json::{Value, json};
 
 use super::{Outcome, Summary};
+use crate::actor::lock;
 use cluster::Cluster;
 use steps::Run;
 use world::CaseFile;
 
 pub use cluster::Binaries;
+
+/// Cases run side by side by default: they wait most of their time.
+pub const DEFAULT_JOBS: usize = 4;
 
 /// What a run needs to know.
 #[derive(Clone, Debug)]
@@ -28,63 +43,149 @@ pub struct Options {
     pub binaries: Binaries,
     /// Also run cases that need half a minute or more.
     pub slow: bool,
+    /// Cases run at once, at least one. Each has namespaces, agents and a control side of its own.
+    pub jobs: usize,
+    /// Where to write the results as JSON: `{"cases": [{name, outcome, why, seconds}], "passed", "failed", "skipped"}`.
+    pub json: Option<PathBuf>,
 }
 
-/// Needs that runner, machine and product can meet.
-const MET: &[&str] = &["multi-node", "ipv6", "raw", "load", "hostport", "vxlan"];
+/// Needs that runner and product meet on every machine.
+const MET: &[&str] = &[
+    "multi-node",
+    "ipv6",
+    "raw",
+    "load",
+    "hostport",
+    "vxlan",
+    "sniff",
+    "dsr",
+    "xdp",
+    "maglev",
+];
 
-/// Runs a folder of cases: one line per case, then the counts.
+/// Runs a folder of cases: one line per case, in the order of the files, then the counts.
 ///
 /// # Errors
-/// When the folder or a file cannot be read; failing cases are in the summary.
-pub fn run_folder(options: &Options, mut print: impl FnMut(&str)) -> anyhow::Result<Summary> {
+/// When the folder cannot be read; files that cannot be understood count as failed cases.
+pub fn run_folder(
+    options: &Options,
+    print: impl FnMut(&str) + std::marker::Send,
+) -> anyhow::Result<Summary> {
     if crate::topology::missing().is_none() {
         crate::topology::sweep()?;
     }
-    let mut summary = Summary::default();
-    for path in super::case_files(&options.folder, options.only.as_deref())? {
-        let text = std::fs::read_to_string(&path)?;
-        let mut document: serde_json::Value = serde_yaml_ng::from_str(&text)
-            .with_context(|| format!("parse case {}", path.display()))?;
-        zones_without_name(&mut document);
-        drop_nulls(&mut document);
-        let case: CaseFile = serde_json::from_value(document)
-            .with_context(|| format!("understand case {}", path.display()))?;
-        let name = path
-            .file_stem()
-            .map(|s| s.to_string_lossy().into_owned())
-            .unwrap_or_default();
-        let outcome = match unmet(&case, options) {
-            Some(why) => Outcome::Skipped(why),
-            None => run_case(&case, options),
-        };
-        summary.count(&outcome);
-        print(&match &outcome {
-            Outcome::Passed => format!("ok      {name}"),
-            Outcome::Failed(why) => format!("FAILED  {name}: {why}"),
-            Outcome::Skipped(why) => format!("skipped {name}: {why}"),
-        });
+    let files = super::case_files(&options.folder, options.only.as_deref())?;
+    let cases: Vec<(String, anyhow::Result<CaseFile>)> = files
+        .iter()
+        .map(|path| (stem(path), read_case(path)))
+        .collect();
+    let next = AtomicUsize::new(0);
+    let report = Mutex::new(Report {
+        print,
+        done: BTreeMap::new(),
+        printed: 0,
+        summary: Summary::default(),
+        results: Vec::new(),
+    });
+    std::thread::scope(|scope| {
+        for _ in 0..options.jobs.max(1).min(cases.len()) {
+            scope.spawn(|| {
+                while let Some((name, case)) = cases.get(next.fetch_add(1, Ordering::Relaxed)) {
+                    let start = Instant::now();
+                    let outcome = match case {
+                        Ok(case) => unmet(case, options)
+                            .map_or_else(|| run_case(case, options), Outcome::Skipped),
+                        Err(e) => Outcome::Failed(format!("{e:#}")),
+                    };
+                    lock(&report).add(name, outcome, start.elapsed(), &cases);
+                }
+            });
+        }
+    });
+    let report = report
+        .into_inner()
+        .unwrap_or_else(std::sync::PoisonError::into_inner);
+    if let Some(path) = &options.json {
+        std::fs::write(path, report.json().to_string())
+            .with_context(|| format!("write results {}", path.display()))?;
     }
-    Ok(summary)
+    Ok(report.summary)
+}
+
+/// Results as they come, printed in the order of the files.
+struct Report<P> {
+    print: P,
+    done: BTreeMap<String, (Outcome, Duration)>,
+    printed: usize,
+    summary: Summary,
+    results: Vec<Value>,
+}
+
+impl<P: FnMut(&str)> Report<P> {
+    fn add(
+        &mut self,
+        name: &str,
+        outcome: Outcome,
+        took: Duration,
+        order: &[(String, anyhow::Result<CaseFile>)],
+    ) {
+        self.done.insert(name.to_owned(), (outcome, took));
+        while let Some((name, _)) = order.get(self.printed)
+            && let Some((outcome, took)) = self.done.remove(name)
+        {
+            self.printed += 1;
+            self.summary.count(&outcome);
+            let (line, word, why) = match outcome {
+                Outcome::Passed => (format!("ok      {name}"), "passed", None),
+                Outcome::Failed(why) => (format!("FAILED  {name}: {why}"), "failed", Some(why)),
+                Outcome::Skipped(why) => (format!("skipped {name}: {why}"), "skipped", Some(why)),
+            };
+            (self.print)(&line);
+            let seconds = took.as_secs_f64();
+            self.results
+                .push(json!({"name": name, "outcome": word, "why": why, "seconds": seconds}));
+        }
+    }
+
+    fn json(&self) -> Value {
+        let counts = self.summary;
+        json!({"cases": self.results, "passed": counts.passed, "failed": counts.failed, "skipped": counts.skipped})
+    }
+}
+
+fn stem(path: &Path) -> String {
+    path.file_stem()
+        .map(|s| s.to_string_lossy().into_owned())
+        .unwrap_or_default()
+}
+
+fn read_case(path: &Path) -> anyhow::Result<CaseFile> {
+    let text =
+        std::fs::read_to_string(path).with_context(|| format!("read case {}", path.display()))?;
+    let mut document: Value =
+        serde_yaml_ng::from_str(&text).with_context(|| format!("parse case {}", path.display()))?;
+    zones_without_name(&mut document);
+    drop_nulls(&mut document);
+    serde_json::from_value(document).with_context(|| format!("understand case {}", path.display()))
 }
 
 /// `zone: none` is how a node says that it has none.
-fn zones_without_name(document: &mut serde_json::Value) {
+fn zones_without_name(document: &mut Value) {
     for node in document["nodes"].as_array_mut().into_iter().flatten() {
         if node["zone"] == "none" {
-            node["zone"] = serde_json::Value::Null;
+            node["zone"] = Value::Null;
         }
     }
 }
 
 /// A key without a value stands for its default.
-fn drop_nulls(value: &mut serde_json::Value) {
+fn drop_nulls(value: &mut Value) {
     match value {
-        serde_json::Value::Object(map) => {
+        Value::Object(map) => {
             map.retain(|_, v| !v.is_null());
             map.values_mut().for_each(drop_nulls);
         }
-        serde_json::Value::Array(list) => list.iter_mut().for_each(drop_nulls),
+        Value::Array(list) => list.iter_mut().for_each(drop_nulls),
         _ => {}
     }
 }
@@ -93,11 +194,19 @@ fn unmet(case: &CaseFile, options: &Options) -> Option<String> {
     if let Some(why) = crate::topology::missing() {
         return Some(why.to_owned());
     }
-    let met = |need: &String| MET.contains(&need.as_str()) || (options.slow && need == "slow");
-    case.needs
-        .iter()
-        .find(|n| !met(n))
-        .map(|n| format!("needs {n}"))
+    case.needs.iter().find_map(|need| match need.as_str() {
+        "slow" if options.slow => None,
+        "slow" => Some("takes half a minute or more: run with --slow".to_owned()),
+        "sctp" if sctp() => None,
+        "sctp" => Some("this kernel has no SCTP sockets".to_owned()),
+        known if MET.contains(&known) => None,
+        other => Some(format!("needs {other}")),
+    })
+}
+
+fn sctp() -> bool {
+    let protocol = Some(socket2::Protocol::SCTP);
+    socket2::Socket::new(socket2::Domain::IPV4, socket2::Type::STREAM, protocol).is_ok()
 }
 
 fn run_case(case: &CaseFile, options: &Options) -> Outcome {

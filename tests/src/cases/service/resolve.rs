@@ -38,10 +38,9 @@ impl Run {
                 out.replace_range(start..=end, &ip.to_string());
             }
         }
-        if out.contains("$vxlan") {
-            bail!("the overlay has no settings yet");
-        }
-        Ok(out)
+        let overlay = self.cluster.overlay();
+        let out = out.replace("$vxlan(port)", &overlay.port.to_string());
+        Ok(out.replace("$vxlan(vni)", &overlay.vni.to_string()))
     }
 
     pub(super) fn target(

@@ -7,6 +7,7 @@ use serde::Deserialize;
 use serde_json::Value;
 
 use crate::actor::command::Protocol;
+use crate::actor::packet;
 
 fn lan() -> String {
     "lan".into()
@@ -51,14 +52,26 @@ pub(super) enum Transport {
 }
 
 impl Transport {
-    /// What the actors speak; `None` for what this machine's kernel has no sockets for.
+    /// What the actors speak.
     #[must_use]
-    pub(super) fn spoken(self) -> Option<Protocol> {
+    pub(super) fn spoken(self) -> Protocol {
         match self {
-            Self::Tcp => Some(Protocol::Tcp),
-            Self::Udp => Some(Protocol::Udp),
-            Self::Icmp => Some(Protocol::Icmp),
-            Self::Sctp => None,
+            Self::Tcp => Protocol::Tcp,
+            Self::Udp => Protocol::Udp,
+            Self::Sctp => Protocol::Sctp,
+            Self::Icmp => Protocol::Icmp,
+        }
+    }
+
+    /// The number in IP headers.
+    #[must_use]
+    pub(super) fn number(self, v6: bool) -> u8 {
+        match self {
+            Self::Tcp => packet::TCP,
+            Self::Udp => packet::UDP,
+            Self::Sctp => packet::SCTP,
+            Self::Icmp if v6 => packet::ICMP_V6,
+            Self::Icmp => packet::ICMP,
         }
     }
 
@@ -358,10 +371,22 @@ pub(super) fn cidr_holds(cidr: &str, address: IpAddr) -> bool {
 /// The n-th address of a CIDR, without regard to network and broadcast addresses.
 #[must_use]
 pub(super) fn nth_of(cidr: &str, n: u32) -> Option<IpAddr> {
-    match cidr.split('/').next()?.parse().ok()? {
-        IpAddr::V4(a) => Some(Ipv4Addr::from(u32::from(a).checked_add(n)?).into()),
-        IpAddr::V6(a) => Some(Ipv6Addr::from(u128::from(a).checked_add(u128::from(n))?).into()),
-    }
+    let found: IpAddr = match cidr.split('/').next()?.parse().ok()? {
+        IpAddr::V4(a) => Ipv4Addr::from(u32::from(a).checked_add(n)?).into(),
+        IpAddr::V6(a) => Ipv6Addr::from(u128::from(a).checked_add(u128::from(n))?).into(),
+    };
+    cidr_holds(cidr, found).then_some(found)
+}
+
+/// The first addresses of one family out of several CIDRs. Those that hold more than one begin after the network's own.
+#[must_use]
+pub(super) fn owned(cidrs: &[String], v6: bool, wanted: usize) -> Vec<IpAddr> {
+    let family = cidrs.iter().filter(|c| c.contains(':') == v6);
+    let all = family.flat_map(|cidr| {
+        let first = u32::from(nth_of(cidr, 1).is_some());
+        (first..).map_while(move |n| nth_of(cidr, n))
+    });
+    all.take(wanted).collect()
 }
 
 #[cfg(test)]
@@ -381,5 +406,20 @@ mod tests {
         assert!(!cidr_holds("198.18.0.0/22", "198.18.4.0".parse().unwrap()));
         assert!(cidr_holds("0.0.0.0/0", "1.2.3.4".parse().unwrap()));
         assert_eq!(nth_of("198.18.0.0/22", 257), "198.18.1.1".parse().ok());
+        assert_eq!(nth_of("198.18.0.0/30", 4), None);
+    }
+
+    #[test]
+    fn owned_addresses_go_on_in_the_next_range() {
+        let owns = ["198.18.0.0/30", "2001:db8::7/128", "198.18.9.9/32"].map(str::to_owned);
+        let texts = |v6, n| -> Vec<String> {
+            let all = owned(&owns, v6, n);
+            all.iter().map(ToString::to_string).collect()
+        };
+        assert_eq!(
+            texts(false, 4),
+            ["198.18.0.1", "198.18.0.2", "198.18.0.3", "198.18.9.9"]
+        );
+        assert_eq!(texts(true, 3), ["2001:db8::7"]);
     }
 }

@@ -1,0 +1,174 @@
+//! Pods of a case: wired by the CNI plugin, played by actors.
+
+use std::net::IpAddr;
+use std::process::Stdio;
+use std::time::Duration;
+
+use anyhow::{Context, Result, ensure};
+use serde_json::{Value, json};
+
+use super::cluster::{Cluster, listen};
+use super::handle::Handle;
+use super::node::Node;
+use super::slices::PodView;
+use super::world::PodSpec;
+use crate::topology::Namespace;
+
+const CNI_WITHIN: Duration = Duration::from_secs(20);
+
+#[derive(Debug)]
+pub(super) struct Pod {
+    pub(super) spec: PodSpec,
+    pub(super) ips: Vec<IpAddr>,
+    /// None for pods on the node's network.
+    pub(super) namespace: Option<Namespace>,
+    pub(super) actor: Handle,
+    container_id: String,
+    /// Its node left: the object is gone, the process may be running still.
+    pub(super) lost: bool,
+}
+
+impl Cluster {
+    /// A new pod: wired by the plugin, its servers listening, its object written.
+    ///
+    /// # Errors
+    /// What the plugin said.
+    pub(super) fn create_pod(&mut self, spec: &PodSpec) -> Result<()> {
+        self.next_container += 1;
+        let container_id = format!("{:0>12}{:x}", self.next_container, std::process::id());
+        let node = self
+            .nodes
+            .get(&spec.node)
+            .with_context(|| format!("no node {}", spec.node))?;
+        let (namespace, ips, actor) = if spec.host_network {
+            let log = self.actor_log();
+            let actor = Handle::start(&node.namespace, &log)?;
+            (None, node.ips.clone(), actor)
+        } else {
+            let namespace = Namespace::new(&format!("p-{}", spec.name))?;
+            let ips = self.cni(node, "ADD", &container_id, Some(&namespace), spec)?;
+            let actor = Handle::start(&namespace, &self.actor_log())?;
+            (Some(namespace), ips, actor)
+        };
+        listen(&actor, &spec.listen, &spec.key())?;
+        let pod = Pod {
+            spec: spec.clone(),
+            ips,
+            namespace,
+            actor,
+            container_id,
+            lost: false,
+        };
+        self.pods.insert(spec.key(), pod);
+        Ok(())
+    }
+
+    /// The pod's wire is cut, then CNI DEL; its object goes with the next sync.
+    ///
+    /// # Errors
+    /// What the plugin said.
+    pub(super) fn remove_pod(&mut self, key: &str) -> Result<()> {
+        let pod = self
+            .pods
+            .remove(key)
+            .with_context(|| format!("no pod {key}"))?;
+        self.gone.insert(key.to_owned(), pod.ips.clone());
+        let Some(namespace) = &pod.namespace else {
+            return Ok(());
+        };
+        if pod.lost {
+            return Ok(());
+        }
+        namespace.ip(&["link", "set", "eth0", "down"])?;
+        let node = self.nodes.get(&pod.spec.node).context("the pod's node")?;
+        self.cni(node, "DEL", &pod.container_id, Some(namespace), &pod.spec)?;
+        Ok(())
+    }
+
+    fn cni(
+        &self,
+        node: &Node,
+        verb: &str,
+        container: &str,
+        namespace: Option<&Namespace>,
+        spec: &PodSpec,
+    ) -> Result<Vec<IpAddr>> {
+        let mappings: Vec<Value> = spec
+            .host_ports
+            .iter()
+            .map(|h| json!({"hostPort": h.host_port, "containerPort": h.port, "protocol": h.protocol.name().to_lowercase(), "hostIP": h.host_ip}))
+            .collect();
+        let config = json!({
+            "cniVersion": "1.0.0", "name": "weir", "type": "weir-cni",
+            "socket": node.folder.join("run/cni.sock"), "stateDir": node.folder.join("state"),
+            "capabilities": {"portMappings": true},
+            "runtimeConfig": {"portMappings": mappings},
+        });
+        let mut command = std::process::Command::new("timeout");
+        command
+            .arg(CNI_WITHIN.as_secs().to_string())
+            .arg(&self.binaries.cni)
+            .env("CNI_COMMAND", verb)
+            .env("CNI_CONTAINERID", container)
+            .env("CNI_IFNAME", "eth0")
+            .env("CNI_PATH", "/opt/cni/bin")
+            .env(
+                "CNI_ARGS",
+                format!(
+                    "IgnoreUnknown=1;K8S_POD_NAMESPACE={};K8S_POD_NAME={}",
+                    spec.namespace, spec.name
+                ),
+            )
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped());
+        if let Some(namespace) = namespace {
+            command.env("CNI_NETNS", namespace.path());
+        }
+        let mut child = command.spawn().context("run weir-cni")?;
+        if let Some(mut stdin) = child.stdin.take() {
+            std::io::Write::write_all(&mut stdin, config.to_string().as_bytes())?;
+        }
+        let output = child.wait_with_output()?;
+        let said = String::from_utf8_lossy(&output.stdout);
+        ensure!(
+            output.status.success(),
+            "CNI {verb} for {}: {said}{}",
+            spec.name,
+            String::from_utf8_lossy(&output.stderr)
+        );
+        if verb != "ADD" {
+            return Ok(Vec::new());
+        }
+        let result: Value =
+            serde_json::from_str(&said).with_context(|| format!("CNI result {said}"))?;
+        let addresses = result["ips"].as_array().into_iter().flatten();
+        let bare = |ip: &Value| {
+            ip["address"]
+                .as_str()
+                .and_then(|a| a.split('/').next()?.parse().ok())
+        };
+        Ok(addresses.filter_map(bare).collect())
+    }
+
+    /// Pods as the slices see them.
+    #[must_use]
+    pub(super) fn pod_views(&self) -> Vec<PodView> {
+        let view = |pod: &Pod| PodView {
+            namespace: pod.spec.namespace.clone(),
+            name: pod.spec.name.clone(),
+            labels: pod.spec.labels.clone(),
+            node: pod.spec.node.clone(),
+            zone: self
+                .nodes
+                .get(&pod.spec.node)
+                .and_then(|n| n.spec.zone.clone()),
+            ips: pod.ips.clone(),
+            listen: pod.spec.listen.clone(),
+            ready: pod.spec.ready,
+            terminating: pod.spec.terminating,
+        };
+        let has_object = |pod: &&Pod| !pod.lost;
+        self.pods.values().filter(has_object).map(view).collect()
+    }
+}
