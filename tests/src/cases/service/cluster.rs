@@ -77,6 +77,13 @@ pub(super) fn sysctl(namespace: &Namespace, settings: &[(&str, &str)]) -> Result
     })
 }
 
+/// No duplicate address detection on a link that is not up yet: a forwarding host asks for a neighbour from its
+/// link-local address only, and while that is tentative the kernel does not ask at all.
+pub(super) fn usable_at_once(namespace: &Namespace, link: &str) -> Result<()> {
+    let setting = format!("net/ipv6/conf/{link}/accept_dad");
+    sysctl(namespace, &[(&setting, "0")])
+}
+
 pub(super) fn prefixed(address: IpAddr) -> String {
     format!(
         "{address}/{}",
@@ -325,6 +332,7 @@ fn build_router(router: &Namespace, segments: &[Segment]) -> Result<()> {
     for segment in segments {
         let bridge = format!("br-{}", segment.name);
         router.ip(&["link", "add", &bridge, "type", "bridge"])?;
+        usable_at_once(router, &bridge)?;
         // Promiscuous: what passes between two ports is to be seen as well.
         router.ip(&["link", "set", &bridge, "promisc", "on", "up"])?;
         for address in segment.router() {

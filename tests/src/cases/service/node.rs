@@ -3,17 +3,18 @@
 use std::net::IpAddr;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Stdio};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
 use serde_json::{Map, Value, json};
 
-use super::cluster::{Cluster, add_address, prefixed, sysctl};
+use super::cluster::{Cluster, add_address, prefixed, sysctl, usable_at_once};
 use super::handle::Handle;
 use super::world::{self, CaseFile, NodeSpec, Segment};
 use crate::topology::{Namespace, next_number};
 
 const AGENT_UP_WITHIN: Duration = Duration::from_secs(15);
+const LOOK_EVERY: Duration = Duration::from_millis(200);
 const LOG_LINES: usize = 12;
 
 #[derive(Debug)]
@@ -177,6 +178,7 @@ impl Cluster {
         add.push(namespace.name());
         self.router.ip(&add)?;
         self.switch(&plug.port, segment)?;
+        usable_at_once(namespace, &plug.link)?;
         namespace.ip(&["link", "set", &plug.link, "up"])?;
         Ok(plug)
     }
@@ -412,12 +414,26 @@ impl Cluster {
         if self.outage {
             return Ok(());
         }
-        let behind = self.control.settle(names, AGENT_UP_WITHIN);
-        if !behind.is_empty() {
+        self.confirmed(names, AGENT_UP_WITHIN)
+    }
+
+    /// Waits until these agents have confirmed everything up to now.
+    ///
+    /// # Errors
+    /// Those that have not within `limit`, or have ended, and what is known of them.
+    pub(super) fn confirmed(&mut self, names: &[String], limit: Duration) -> Result<()> {
+        let deadline = Instant::now() + limit;
+        loop {
+            let left = deadline.saturating_duration_since(Instant::now());
+            let behind = self.control.settle(names, left.min(LOOK_EVERY));
+            if behind.is_empty() {
+                return Ok(());
+            }
             self.alive()?;
-            bail!("an agent did not come up: {}", self.behind(&behind));
+            if left.is_zero() {
+                bail!("not confirmed within {limit:?}: {}", self.behind(&behind));
+            }
         }
-        Ok(())
     }
 
     /// Ends a node's agent, at once or cleanly.

@@ -253,16 +253,7 @@ impl Run {
             objects.put("endpointslices", slice);
         }
         let followers = self.cluster.followers();
-        let behind = self.cluster.control.settle(&followers, self.settle);
-        if behind.is_empty() {
-            return Ok(());
-        }
-        self.cluster.alive()?;
-        bail!(
-            "not confirmed within {:?}: {}",
-            self.settle,
-            self.cluster.behind(&behind)
-        )
+        self.cluster.confirmed(&followers, self.settle)
     }
 
     fn put(&mut self, object: &Value) -> Result<()> {

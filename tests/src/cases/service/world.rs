@@ -368,14 +368,14 @@ pub(super) fn cidr_holds(cidr: &str, address: IpAddr) -> bool {
     }
 }
 
-/// The n-th address of a CIDR, without regard to network and broadcast addresses.
+/// The n-th address of a CIDR, without regard to network and broadcast addresses, or the n-th after a bare address.
 #[must_use]
 pub(super) fn nth_of(cidr: &str, n: u32) -> Option<IpAddr> {
     let found: IpAddr = match cidr.split('/').next()?.parse().ok()? {
         IpAddr::V4(a) => Ipv4Addr::from(u32::from(a).checked_add(n)?).into(),
         IpAddr::V6(a) => Ipv6Addr::from(u128::from(a).checked_add(u128::from(n))?).into(),
     };
-    cidr_holds(cidr, found).then_some(found)
+    (!cidr.contains('/') || cidr_holds(cidr, found)).then_some(found)
 }
 
 /// The first addresses of one family out of several CIDRs. Those that hold more than one begin after the network's own.
@@ -407,6 +407,7 @@ mod tests {
         assert!(cidr_holds("0.0.0.0/0", "1.2.3.4".parse().unwrap()));
         assert_eq!(nth_of("198.18.0.0/22", 257), "198.18.1.1".parse().ok());
         assert_eq!(nth_of("198.18.0.0/30", 4), None);
+        assert_eq!(nth_of("10.96.20.1", 299), "10.96.21.44".parse().ok());
     }
 
     #[test]
