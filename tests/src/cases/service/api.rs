@@ -397,6 +397,7 @@ fn network() -> Network {
         pod_cidrs: nets(["10.244.0.0/16", "fd00:244::/32"]),
         service_cidrs: nets(["10.96.0.0/16", "fd00:96::/112"]),
         dns_ips: vec![std::net::Ipv4Addr::new(10, 96, 255, 10).into()],
+        allow_external_ips: true,
         ..Network::default()
     }
 }

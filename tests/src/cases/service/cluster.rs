@@ -220,10 +220,11 @@ impl Cluster {
     /// How nodes of different segments wrap packets.
     #[must_use]
     pub(super) fn overlay(&self) -> Overlay {
+        let settings = weir_agent::config::Overlay::default();
         Overlay {
-            port: 8472,
-            vni: 87,
-            mac: [0x0a, 0x57, 0x45, 0x49, 0x52, 0x03],
+            port: settings.port,
+            vni: settings.vni,
+            mac: dataplane_common::OVERLAY_MAC,
         }
     }
 
