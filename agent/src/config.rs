@@ -53,6 +53,8 @@ pub struct Config {
     pub flow_table: FlowTable,
     #[serde(default)]
     pub observe: Observe,
+    #[serde(default)]
+    pub dataplane: Dataplane,
     /// Present in whole-cluster mode only: the agent runs pods through this runtime.
     pub pods: Option<Pods>,
 }
@@ -168,6 +170,27 @@ impl TryFrom<u32> for MaxFlows {
             Ok(Self(flows))
         } else {
             Err(format!("must be from {LEAST} to {MOST}"))
+        }
+    }
+}
+
+/// How Services are served.
+#[derive(Clone, Debug, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct Dataplane {
+    /// Translate at the socket what processes of this node and its pods send to Services, so that their packets need no
+    /// translation. Where it is not possible the agent logs why, and every packet is translated instead.
+    pub socket_translation: bool,
+    /// The cgroup v2 folder with this node's processes and pods. Default: the root of the hierarchy, for an agent in the
+    /// machine's own network namespace.
+    pub cgroup: Option<PathBuf>,
+}
+
+impl Default for Dataplane {
+    fn default() -> Self {
+        Self {
+            socket_translation: true,
+            cgroup: None,
         }
     }
 }

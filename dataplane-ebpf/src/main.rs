@@ -8,6 +8,8 @@ mod maps;
 mod packet;
 mod refuse;
 mod rewrite;
+mod socket;
+mod socket_maps;
 
 use aya_ebpf::macros::classifier;
 use aya_ebpf::programs::TcContext;

@@ -277,7 +277,7 @@ pub(crate) fn count_event(event: Event) {
 }
 
 #[inline(always)]
-fn inserted(result: Result<(), i32>) -> Inserted {
+pub(crate) fn inserted(result: Result<(), i32>) -> Inserted {
     const EEXIST: i32 = -17;
     match result {
         Ok(()) => Inserted::Done,

@@ -79,10 +79,11 @@ fn missing_installer(programs: &[&str]) -> Option<String> {
 }
 
 /// Test targets of the tiers that plain `cargo test` leaves out: package, target, arguments.
-const SUITES: [(Tier, &str, &str, &[&str]); 5] = [
+const SUITES: [(Tier, &str, &str, &[&str]); 6] = [
     (Tier::Prog, "weir-tests", "prog", &[]),
     (Tier::Node, "weir-tests", "node", &[]),
     (Tier::Node, "weir-tests", "traffic", &[]),
+    (Tier::Node, "weir-tests", "sockets", &[]),
     (Tier::Node, "weir-agent", "pods", &["--", "--ignored"]),
     (Tier::Cluster, "weir-tests", "cluster", &[]),
 ];

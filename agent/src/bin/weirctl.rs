@@ -235,6 +235,8 @@ fn flows_text(flows: &FlowsReport, all: bool) -> Result<String> {
     counters_text(&mut out, &flows.drops, all)?;
     writeln!(out, "Events")?;
     counters_text(&mut out, &flows.events, all)?;
+    writeln!(out, "Sockets")?;
+    counters_text(&mut out, &flows.sockets, all)?;
     Ok(out)
 }
 

@@ -11,7 +11,7 @@ use ipnetwork::IpNetwork;
 use super::record::{Key, Record};
 use super::{CniError, Code};
 use crate::compile::routes::{Path, gateway_for};
-use crate::kernel::{PodLink, PodPrograms};
+use crate::kernel::{PodLink, PodPrograms, namespace_cookie};
 use crate::netlink::link::{Link, VethEnd};
 use crate::netlink::{Netlink, NetlinkError, absent_is_done, base, netns, sysctl};
 
@@ -241,7 +241,18 @@ fn pod_link(record: &Record, host: &Link) -> PodLink {
         pod_mac,
         host_mac: host.mac,
         addresses: record.addresses.clone(),
+        netns_cookie: record.netns_cookie,
     }
+}
+
+/// The kernel's number of a namespace; none where it has none (Linux before 5.14).
+pub(super) fn netns_cookie(netns: &File) -> Option<u64> {
+    let cookie = netns::inside(netns, || {
+        namespace_cookie().map_err(|e| NetlinkError::new("number the pod's network namespace", e))
+    });
+    cookie
+        .inspect_err(|error| tracing::debug!(%error, "the pod's sockets are left alone"))
+        .ok()
 }
 
 fn find(netlink: &mut Netlink, name: &str) -> Result<Link, NetlinkError> {

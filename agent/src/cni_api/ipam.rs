@@ -302,6 +302,7 @@ mod tests {
                                 network: "weir".into(),
                                 addresses,
                                 netns: String::new(),
+                                netns_cookie: None,
                                 sequence,
                                 pod: super::super::record::PodName::default(),
                             };

@@ -86,6 +86,9 @@ pub struct Record {
     pub addresses: Vec<IpAddr>,
     /// Path of the namespace as the runtime knows it.
     pub netns: String,
+    /// The kernel's number of that namespace, where it has one. Of no use after the machine's restart, like the pod.
+    #[serde(default)]
+    pub netns_cookie: Option<u64>,
     /// Grows with every record of this node: the newest one tells where the next address search starts.
     pub sequence: u64,
     #[serde(default)]

@@ -186,7 +186,7 @@ impl Attachments {
             self.forget_if_dead(&key)?;
         }
         self.store.cancel_delete(&key)?;
-        let record = self.reserve(&key, request, &cidrs)?;
+        let record = self.reserve(&key, request, &cidrs, netns)?;
         match self.wiring.set_up(&record, netns) {
             Ok(index) => {
                 self.lock().links.insert(key.clone(), index);
@@ -209,6 +209,7 @@ impl Attachments {
         key: &Key,
         request: &Request,
         cidrs: &[IpNetwork],
+        netns: &File,
     ) -> Result<Record, CniError> {
         let allocate = || self.lock().ipam.allocate(cidrs, key, self.now());
         let (addresses, sequence) = match allocate() {
@@ -224,6 +225,7 @@ impl Attachments {
             network: request.network.clone(),
             addresses,
             netns: request.netns.clone(),
+            netns_cookie: super::attach::netns_cookie(netns),
             sequence,
             pod: PodName {
                 namespace: request.arg("K8S_POD_NAMESPACE"),

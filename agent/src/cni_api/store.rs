@@ -197,6 +197,7 @@ mod tests {
             network: "weir".into(),
             addresses: vec!["10.0.0.2".parse().unwrap()],
             netns: "/run/netns/x".into(),
+            netns_cookie: None,
             sequence: n,
             pod: PodName::default(),
         }

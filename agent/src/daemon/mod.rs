@@ -20,7 +20,7 @@ use weir_agent::cni_api::{self, Attachments, Store};
 use weir_agent::config::Config;
 use weir_agent::dns;
 use weir_agent::feed::{self, FeedHandle};
-use weir_agent::kernel::{Kernel, Limits, NodeIdentity, PodPrograms};
+use weir_agent::kernel::{self, Kernel, Limits, NodeIdentity, PodPrograms};
 use weir_agent::netlink;
 use weir_agent::observe::{self, Checks, Observe};
 use weir_agent::pods;
@@ -145,7 +145,32 @@ fn prepare(config: &Arc<Config>) -> Result<(Arc<Kernel>, Base)> {
     }
     let kernel = Arc::new(Kernel::open(&config.bpffs, limits, identity)?);
     let base = Base::ensure(Arc::clone(config), Arc::clone(&kernel))?;
+    translate_sockets(config, &kernel)?;
     Ok((kernel, base))
+}
+
+/// Attaches the socket hooks where the configuration and the machine allow it. Services work without them.
+fn translate_sockets(config: &Config, kernel: &Kernel) -> Result<()> {
+    let settings = &config.dataplane;
+    if !settings.socket_translation {
+        kernel.detach_sockets()?;
+        tracing::info!("Services are translated per packet: socket_translation is off");
+        return Ok(());
+    }
+    let cgroup = settings
+        .cgroup
+        .clone()
+        .map_or_else(kernel::default_cgroup, Ok);
+    match cgroup.and_then(|cgroup| kernel.attach_sockets(&cgroup).map(|()| cgroup)) {
+        Ok(cgroup) => {
+            tracing::info!(cgroup = %cgroup.display(), "Services are translated at the socket");
+        }
+        Err(reason) => {
+            kernel.detach_sockets()?;
+            tracing::info!(%reason, "Services are translated per packet, not at the socket");
+        }
+    }
+    Ok(())
 }
 
 /// Adopts the pods of this node and opens the socket for new ones.

@@ -3,6 +3,8 @@
 //! [`Kernel`] is the door: it loads the embedded object, adopts what an earlier agent pinned, and makes the maps equal
 //! to the desired state. What the entries should be is decided in `compile`, the order of changes in `plan`.
 
+#[allow(unsafe_code, reason = "links to cgroups by system call")]
+mod cgroup;
 mod collect;
 mod limits;
 mod programs;
@@ -16,11 +18,12 @@ use std::path::{Path, PathBuf};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use control_api::desired::{Changes, DesiredState};
-use dataplane_common::reason::{DropReason, Event};
+use dataplane_common::reason::{DropReason, Event, SocketEvent};
 
 pub use crate::compile::services::NodeIdentity;
+pub use cgroup::namespace_cookie;
 pub use limits::Limits;
-pub use programs::{Program, TestRun};
+pub use programs::{Program, SocketError, SocketHook, TestRun, default_cgroup};
 
 use collect::Collector;
 use programs::Programs;
@@ -39,6 +42,9 @@ pub struct PodLink {
     pub host_mac: [u8; 6],
     /// At most one address per family.
     pub addresses: Vec<IpAddr>,
+    /// The kernel's number of the pod's network namespace ([`namespace_cookie`]); none leaves the pod's sockets to the
+    /// packet path.
+    pub netns_cookie: Option<u64>,
 }
 
 /// The pair through which this node's own processes reach services. Packets of the service ranges are routed out of
@@ -149,6 +155,8 @@ pub enum CounterKind {
     Drop,
     /// Packets that took the path `name`.
     Forward,
+    /// Sockets and datagrams of processes that socket hooks treated as `name` says.
+    Socket,
 }
 
 impl FlowTableStatus {
@@ -188,6 +196,7 @@ pub struct Kernel {
     collector: Mutex<Collector>,
     drops: CounterTable,
     events: CounterTable,
+    socket_events: CounterTable,
 }
 
 /// A panic while a lock was held leaves at worst a half-applied plan, which the next apply finds and completes.
@@ -211,6 +220,7 @@ impl Kernel {
             })
         };
         let (drops, events) = (counter("drops")?, counter("events")?);
+        let socket_events = counter("socket_events")?;
         programs.set_node_addresses(&node.addresses)?;
         let services = Services::open(maps, node)?;
         let collector = Collector::open(maps)?;
@@ -220,6 +230,7 @@ impl Kernel {
             collector: Mutex::new(collector),
             drops,
             events,
+            socket_events,
         })
     }
 
@@ -237,6 +248,31 @@ impl Kernel {
     /// [`AttachError`] names the interface and the step.
     pub fn attach_host_link(&self, link: &HostLink) -> Result<(), AttachError> {
         lock(&self.programs).attach_host_link(link)
+    }
+
+    /// Translates Services at the socket for every process in `cgroup` whose network is the node's or a pod's. To be
+    /// called in the node's network namespace. Safe to repeat, also with another cgroup.
+    ///
+    /// # Errors
+    /// [`SocketError`] says why not; then no hook is attached, and Services work by the packet path alone.
+    pub fn attach_sockets(&self, cgroup: &Path) -> Result<(), SocketError> {
+        lock(&self.programs).attach_sockets(cgroup)
+    }
+
+    /// Leaves all sockets to the packet path, also those that an earlier agent's hooks translated. Safe to repeat.
+    ///
+    /// # Errors
+    /// [`KernelError`] when a hook or what is known of sockets cannot be removed.
+    pub fn detach_sockets(&self) -> Result<(), KernelError> {
+        lock(&self.programs).detach_sockets()
+    }
+
+    /// How many entries the socket hooks hold for living sockets.
+    ///
+    /// # Errors
+    /// [`KernelError`] when a map cannot be read.
+    pub fn socket_entries(&self) -> Result<usize, KernelError> {
+        lock(&self.programs).socket_entries()
     }
 
     /// Makes the service maps equal to the desired state. Compares only what `changes` names; the first call must say
@@ -280,8 +316,17 @@ impl Kernel {
                 *event as u32,
             )
         });
+        let sockets = SocketEvent::ALL.iter().map(|event| {
+            (
+                CounterKind::Socket,
+                event.name(),
+                &self.socket_events,
+                *event as u32,
+            )
+        });
         drops
             .chain(events)
+            .chain(sockets)
             .map(|(kind, name, table, index)| match table.sum(index) {
                 Ok(packets) => Ok(Counter {
                     kind,

@@ -2,6 +2,7 @@
 
 mod attach;
 mod pins;
+mod sockets;
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -10,7 +11,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use aya::maps::ProgramArray;
-use aya::programs::{SchedClassifier, TestRun as _, TestRunOptions};
+use aya::programs::{ProgramInfo, SchedClassifier, TestRun as _, TestRunOptions};
 use aya::{Ebpf, EbpfLoader};
 use dataplane_common::layout::{ENDPOINT_NODE, Endpoint, Link, Node};
 use dataplane_common::{HOST_SNAT_V4, HOST_SNAT_V6, TAIL_REFUSE, V4, V6};
@@ -21,6 +22,8 @@ use super::{KernelError, Limits, ProgramSize};
 
 use pins::Pins;
 pub(super) use pins::cleanup;
+use sockets::SocketMaps;
+pub use sockets::{SocketError, SocketHook, default_cgroup};
 
 /// The eBPF object; empty when the agent was built without one.
 static OBJECT: &[u8] = aya::include_bytes_aligned!(concat!(env!("OUT_DIR"), "/weir.bpf.o"));
@@ -80,6 +83,7 @@ pub(super) struct Programs {
     endpoints_v6: Table<V6, Endpoint>,
     node_v4: Table<u32, Node<V4>>,
     node_v6: Table<u32, Node<V6>>,
+    sockets: SocketMaps,
 }
 
 impl fmt::Debug for Programs {
@@ -130,6 +134,7 @@ impl Programs {
             endpoints_v6: open(maps, "endpoints_v6")?,
             node_v4: open(maps, "node_v4")?,
             node_v6: open(maps, "node_v6")?,
+            sockets: SocketMaps::open(maps)?,
             ebpf,
             pins,
         };
@@ -195,12 +200,9 @@ impl Programs {
         for program in Program::ALL {
             let info = classifier(&mut self.ebpf, program).and_then(|program| program.info());
             let Ok(info) = info else { continue };
-            let size = ProgramSize {
-                loaded: info.size_translated().unwrap_or(0) / INSTRUCTION_BYTES,
-                verified: info.verified_instruction_count(),
-            };
-            sizes.insert(program.name(), size);
+            sizes.insert(program.name(), size_of_program(&info));
         }
+        sizes.extend(self.socket_program_sizes());
         sizes
     }
 
@@ -242,9 +244,20 @@ impl Programs {
     }
 }
 
+fn size_of_program(info: &ProgramInfo) -> ProgramSize {
+    ProgramSize {
+        loaded: info.size_translated().unwrap_or(0) / INSTRUCTION_BYTES,
+        verified: info.verified_instruction_count(),
+    }
+}
+
 fn sizes(limits: Limits) -> Vec<(&'static str, u32)> {
     let family = |v4, v6, entries| [(v4, entries), (v6, entries)];
-    let mut sizes = vec![("links", limits.endpoints)];
+    let mut sizes = vec![
+        ("links", limits.endpoints),
+        // One more for the node itself.
+        ("socket_netns", limits.endpoints.saturating_add(1)),
+    ];
     sizes.extend(family("endpoints_v4", "endpoints_v6", limits.endpoints));
     sizes.extend(family("frontends_v4", "frontends_v6", limits.frontends));
     sizes.extend(family("slots_v4", "slots_v6", limits.slots));
@@ -253,6 +266,14 @@ fn sizes(limits: Limits) -> Vec<(&'static str, u32)> {
     sizes.extend(family("flows_v4", "flows_v6", limits.flows));
     sizes.extend(family("replies_v4", "replies_v6", limits.flows));
     sizes.extend(family("affinity_v4", "affinity_v6", limits.frontends));
+    for (v4, v6) in [
+        ("socket_conns_v4", "socket_conns_v6"),
+        ("socket_flows_v4", "socket_flows_v6"),
+        ("socket_origs_v4", "socket_origs_v6"),
+        ("socket_uses_v4", "socket_uses_v6"),
+    ] {
+        sizes.extend(family(v4, v6, limits.flows));
+    }
     sizes
 }
 

@@ -12,6 +12,9 @@ use dataplane_common::layout::{
     Affinity, AffinityKey, Backend, Endpoint, Flow, FlowKey, Frontend, FrontendKey, Link, Node,
     SlotKey,
 };
+use dataplane_common::socket::{
+    Connection, Cookie, DestinationKey, Namespace, Place, SocketFlow, SourceKey, UseKey,
+};
 use dataplane_common::{V4, V6};
 
 const BPF_MAP_LOOKUP_ELEM: libc::c_int = 1;
@@ -72,6 +75,24 @@ plain!(
     Affinity
 );
 
+plain!(
+    Cookie,
+    Namespace,
+    UseKey,
+    Place<V4>,
+    Place<V6>,
+    Connection<V4>,
+    Connection<V6>
+);
+plain!(
+    DestinationKey<V4>,
+    DestinationKey<V6>,
+    SocketFlow<V4>,
+    SocketFlow<V6>,
+    SourceKey<V4>,
+    SourceKey<V6>
+);
+
 #[repr(C)]
 #[derive(Default)]
 struct ElementAttr {
@@ -127,7 +148,7 @@ pub(super) struct MapInfo {
 ///
 /// # Safety
 /// Every address inside `attr` must be valid for what `command` does with it.
-unsafe fn bpf<T>(command: libc::c_int, attr: &mut T) -> io::Result<libc::c_long> {
+pub(super) unsafe fn bpf<T>(command: libc::c_int, attr: &mut T) -> io::Result<libc::c_long> {
     // SAFETY: by the caller; the kernel reads no more than the size given.
     let result = unsafe {
         libc::syscall(

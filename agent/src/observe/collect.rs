@@ -44,10 +44,12 @@ impl Collector for Kernel {
     fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> Encoded {
         let drops = Family::<Labels, Counter>::default();
         let forwards = Family::<Labels, Counter>::default();
+        let sockets = Family::<Labels, Counter>::default();
         for counter in self.0.counters() {
             let (family, label) = match counter.kind {
                 kernel::CounterKind::Drop => (&drops, "reason"),
                 kernel::CounterKind::Forward => (&forwards, "event"),
+                kernel::CounterKind::Socket => (&sockets, "event"),
             };
             family
                 .get_or_create(&[(label, counter.name.to_owned())])
@@ -64,6 +66,12 @@ impl Collector for Kernel {
             "weir_dataplane_events",
             "Packets and flows that took this path through the dataplane",
             &forwards,
+        )?;
+        family(
+            &mut encoder,
+            "weir_socket_events",
+            "What the socket hooks did with connections and datagrams of this node's processes",
+            &sockets,
         )?;
         flow_table(&mut encoder, &self.0.flow_table())
     }

@@ -56,6 +56,9 @@ pub struct FlowsReport {
     pub collector: CollectorReport,
     pub drops: Vec<CounterReport>,
     pub events: Vec<CounterReport>,
+    /// What the socket hooks did.
+    #[serde(default)]
+    pub sockets: Vec<CounterReport>,
 }
 
 /// The flow table of one family.
@@ -181,6 +184,7 @@ impl Observe {
             },
             drops: of(CounterKind::Drop),
             events: of(CounterKind::Forward),
+            sockets: of(CounterKind::Socket),
         })
     }
 

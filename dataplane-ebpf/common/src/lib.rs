@@ -17,6 +17,7 @@ pub mod path;
 pub mod reason;
 pub mod refuse;
 mod service;
+pub mod socket;
 pub mod tables;
 
 #[cfg(test)]

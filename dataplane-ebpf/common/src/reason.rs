@@ -85,3 +85,41 @@ numbered! {
         Refused = "refused",
     }
 }
+
+numbered! {
+    /// What socket hooks did. Everything that passed is left to the packet path.
+    SocketEvent {
+        /// A connection was made to a backend instead of the service.
+        ConnectionTranslated = "connection_translated",
+        /// A datagram was sent to a backend instead of the service.
+        DatagramTranslated = "datagram_translated",
+        /// A socket's datagrams to a service got a backend, the first or another.
+        FlowSteered = "flow_steered",
+        /// A received datagram was shown as coming from the service.
+        SourceRestored = "source_restored",
+        /// The service was named as a socket's peer.
+        PeerRestored = "peer_restored",
+        /// No service has this address, protocol and port.
+        PassedNoService = "passed_no_service",
+        /// The service has no usable backend: the packet is refused or dropped, as the service says.
+        PassedNoBackend = "passed_no_backend",
+        /// Neither a pod's network namespace nor the node's.
+        PassedUnknownNamespace = "passed_unknown_namespace",
+        /// The service has affinity, and the client has no address of this family.
+        PassedUnknownClient = "passed_unknown_client",
+        /// The socket is bound to a link.
+        PassedBoundToLink = "passed_bound_to_link",
+        /// A datagram socket with a peer: only the packet path can give it another backend.
+        PassedConnectedDatagram = "passed_connected_datagram",
+        /// Neither TCP nor UDP.
+        PassedProtocol = "passed_protocol",
+        /// The socket writes to the same backend by another name already.
+        PassedAmbiguous = "passed_ambiguous",
+        /// The datagram socket has as many destinations as can be noted.
+        PassedTooManyDestinations = "passed_too_many_destinations",
+        /// The chosen backend is itself a service.
+        PassedChained = "passed_chained",
+        /// A table of the socket hooks is full.
+        PassedTableFull = "passed_table_full",
+    }
+}

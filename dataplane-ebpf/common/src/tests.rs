@@ -3,4 +3,5 @@
 mod arithmetic;
 mod collect;
 mod histories;
+mod sockets;
 mod tables;

@@ -1,11 +1,17 @@
 //! Smoke test of the eBPF programs for virtual machines: one static binary that builds a node out of links, loads,
 //! attaches and runs every program, and says how much the verifier walked. Prints `PASS`, `FAIL` and `program` lines.
 
-use std::io::Write;
+use std::fs::File;
+use std::io::{ErrorKind, Write};
+use std::net::{SocketAddr, TcpStream, UdpSocket};
 use std::process::ExitCode;
+use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
-use weir_agent::kernel::{Kernel, Limits, PodPrograms, Program};
+use weir_agent::kernel::{Kernel, Limits, PodPrograms, Program, SocketError};
+use weir_agent::netlink::Netlink;
+use weir_tests::prog::cgroup::Cgroup;
+use weir_tests::prog::nodes::start_servers;
 use weir_tests::prog::packet::Packet;
 use weir_tests::prog::world::{NODE_V4, NODE_V6, POD_A, POD_B, POD_FAR, PROTOCOLS, World};
 
@@ -78,6 +84,7 @@ fn main() -> ExitCode {
     match World::new(LIMITS) {
         Ok(mut world) => {
             report("load and attach", Ok(()));
+            report("sockets", sockets(&mut world));
             programs(&world);
             for (name, check) in CHECKS {
                 for family in &FAMILIES {
@@ -264,6 +271,52 @@ fn spoofed(world: &mut World, family: &Family, protocol: u8) -> Result<()> {
         DROP,
     )
     .map(drop)
+}
+
+/// Processes of the node through a service that the node itself serves. Kernels that do not number network namespaces
+/// still load the programs.
+fn sockets(world: &mut World) -> Result<()> {
+    let netns = File::open("/proc/thread-self/ns/net")?;
+    let mut netlink = Netlink::open()?;
+    let lo = netlink.link("lo")?.context("the loopback link")?;
+    netlink.set_link_up(lo.index, true)?;
+    start_servers(&netns, "node")?;
+    let cgroup = Cgroup::new()?;
+    match world.kernel.attach_sockets(cgroup.path()) {
+        Err(SocketError::Namespace(error)) if error.kind() == ErrorKind::Unsupported => {
+            return Ok(());
+        }
+        other => other?,
+    }
+    cgroup.join()?;
+    for family in &FAMILIES {
+        world.serve(family.vip, &[family.node])?;
+        let mut names = vec![at(family.vip, 80)];
+        if !family.vip.contains(':') {
+            names.push(at(&format!("::ffff:{}", family.vip), 80));
+        }
+        for name in names {
+            let to: SocketAddr = name.parse()?;
+            let stream = TcpStream::connect(to).with_context(|| format!("connect to {to}"))?;
+            ensure!(stream.peer_addr()? == to, "{to} is {}", stream.peer_addr()?);
+            let any = if to.is_ipv4() { "0.0.0.0:0" } else { "[::]:0" };
+            let socket = UdpSocket::bind(any)?;
+            socket.set_read_timeout(Some(Duration::from_secs(5)))?;
+            socket.send_to(b"x", to)?;
+            let (_, from) = socket
+                .recv_from(&mut [0; 256])
+                .with_context(|| format!("from {to}"))?;
+            ensure!(from == to, "{from} answered for {to}");
+        }
+    }
+    ensure!(world.counter("connection_translated")? == 3);
+    ensure!(world.counter("datagram_translated")? == 3);
+    ensure!(
+        world.kernel.socket_entries()? == 0,
+        "closed sockets left entries"
+    );
+    world.kernel.detach_sockets()?;
+    Ok(())
 }
 
 fn collect(world: &World) -> Result<()> {

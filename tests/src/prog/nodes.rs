@@ -14,7 +14,9 @@ use dataplane_common::{HOST_SNAT_V4, HOST_SNAT_V6};
 use nix::mount::{MsFlags, mount};
 use nix::sched::{CloneFlags, setns, unshare};
 use weir_agent::compile::routes::{GATEWAY_V4, GATEWAY_V6, Path as RoutePath, gateway_for};
-use weir_agent::kernel::{HostLink, Kernel, Limits, NodeIdentity, PodLink, PodPrograms};
+use weir_agent::kernel::{
+    HostLink, Kernel, Limits, NodeIdentity, PodLink, PodPrograms, namespace_cookie,
+};
 use weir_agent::netlink::Netlink;
 use weir_agent::netlink::base::{ensure_host_link, quiet, set_sysctls};
 use weir_agent::netlink::link::VethEnd;
@@ -128,7 +130,11 @@ impl Nodes {
         self.apply()
     }
 
-    fn apply(&self) -> Result<()> {
+    /// Makes the service maps of both nodes as `desired` says.
+    ///
+    /// # Errors
+    /// When the maps cannot be changed.
+    pub fn apply(&self) -> Result<()> {
         let everything = Changes {
             everything: true,
             ..Changes::default()
@@ -142,6 +148,26 @@ impl Nodes {
             );
         }
         Ok(())
+    }
+
+    /// Attaches the socket hooks of both nodes to one cgroup: each minds its own namespaces only.
+    ///
+    /// # Errors
+    /// Why they cannot be attached.
+    pub fn attach_sockets(&self, cgroup: &Path) -> Result<()> {
+        for node in &self.nodes {
+            inside(&node.netns, || Ok(node.kernel.attach_sockets(cgroup)?))?;
+        }
+        Ok(())
+    }
+
+    /// Ends the service at `address` on both nodes.
+    ///
+    /// # Errors
+    /// When the maps cannot be changed.
+    pub fn end(&mut self, address: &str) -> Result<()> {
+        world::end(&mut self.desired, address);
+        self.apply()
     }
 
     /// Opens the dataplane of both nodes anew, as agents that start again do.
@@ -210,6 +236,7 @@ impl Node {
         let addresses: Vec<IpAddr> = vec![v4.into(), v6.into()];
         let (pod_mac, host_mac) = ([2, 0, 0, 1, number, 2], [2, 0, 0, 1, number, 1]);
         let host_name = format!("pod{number}");
+        let netns_cookie = inside(&netns, || Ok(namespace_cookie()?)).ok();
         let link = inside(&self.netns, || {
             let mut netlink = Netlink::open()?;
             let near = VethEnd {
@@ -242,6 +269,7 @@ impl Node {
                 pod_mac,
                 host_mac,
                 addresses,
+                netns_cookie,
             };
             self.kernel.attach_pod(&link)?;
             Ok(link)

@@ -293,6 +293,7 @@ fn pod(netlink: &mut Netlink, name: &str, number: u8, addresses: (&str, &str)) -
             pod_mac,
             host_mac,
             addresses,
+            netns_cookie: None,
         },
     })
 }

@@ -99,6 +99,8 @@ fn agent(cluster: &Cluster, index: u32) -> Value {
             "key": pki.join("node.key"),
         },
         "cni": {"conf_dir": dir.join("cni/net.d")},
+        // The root of the hierarchy belongs to the machine.
+        "dataplane": {"cgroup": node::unified_root().join(cluster.cgroup(index))},
         "dns": {"resolv_conf": dir.join("resolv.conf")},
         "pods": {
             "cri": format!("unix://{CONTAINERD_SOCKET}"),

@@ -72,6 +72,10 @@ impl Programs {
             pod_mac: link.pod_mac,
             host_mac: link.host_mac,
         };
+        self.sockets
+            .enter_pod(link)
+            .map_err(Cause::from)
+            .map_err(failed("enter the network namespace", name))?;
         for address in &link.addresses {
             put_endpoint(&self.endpoints_v4, *address, &endpoint)
                 .and_then(|()| put_endpoint(&self.endpoints_v6, *address, &endpoint))
@@ -93,6 +97,10 @@ impl Programs {
                 .map_err(Cause::from)
                 .map_err(failed("remove the address", &name))?;
         }
+        self.sockets
+            .forget_pod(ifindex)
+            .map_err(Cause::from)
+            .map_err(failed("remove the network namespace", &name))?;
         for program in [Program::FromPod, Program::ToPod] {
             let path = self.pins.link(ifindex, program);
             // A link whose interface has gone is detached already, and says so.
@@ -201,6 +209,7 @@ impl Programs {
 
     fn forget_interface(&mut self, ifindex: u32) {
         let _ = self.links.remove(&ifindex);
+        let _ = self.sockets.forget_pod(ifindex);
         forget_endpoints(&self.endpoints_v4, ifindex);
         forget_endpoints(&self.endpoints_v6, ifindex);
     }

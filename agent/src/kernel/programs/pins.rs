@@ -8,6 +8,7 @@ use aya::programs::links::{Link as _, PinnedLink};
 use aya::programs::tc::SchedClassifierLink;
 
 use super::Program;
+use super::SocketHook;
 use super::attach::{CLSACT_HANDLE, CLSACT_PRIORITY};
 use crate::kernel::KernelError;
 use crate::kernel::table::detach_link;
@@ -63,6 +64,11 @@ impl Pins {
     /// A link's pin. Names in a bpffs have no dots.
     pub(super) fn link(&self, ifindex: u32, program: Program) -> PathBuf {
         self.links.join(format!("{ifindex}-{program}"))
+    }
+
+    /// The pin of a socket hook's link. No interface's number starts like this.
+    pub(super) fn socket(&self, hook: SocketHook) -> PathBuf {
+        self.links.join(format!("socket-{}", hook.name()))
     }
 
     /// Links that are pinned, by interface and program.
