@@ -17,7 +17,7 @@ use dataplane_common::{V4, V6};
 use crate::maps::{MapTables, inserted};
 
 /// Connections and datagram flows of sockets, per address family. Sockets beyond it are left to the packet path.
-const SOCKETS: u32 = 262_144;
+const SOCKETS: u32 = 65_536;
 /// Pods of this node, and the node.
 const NAMESPACES: u32 = 1_024;
 

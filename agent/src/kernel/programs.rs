@@ -266,13 +266,15 @@ fn sizes(limits: Limits) -> Vec<(&'static str, u32)> {
     sizes.extend(family("flows_v4", "flows_v6", limits.flows));
     sizes.extend(family("replies_v4", "replies_v6", limits.flows));
     sizes.extend(family("affinity_v4", "affinity_v6", limits.frontends));
-    for (v4, v6) in [
-        ("socket_conns_v4", "socket_conns_v6"),
-        ("socket_flows_v4", "socket_flows_v6"),
-        ("socket_origs_v4", "socket_origs_v6"),
-        ("socket_uses_v4", "socket_uses_v6"),
+    // Sockets for which there is no room are left to the packet path.
+    let (connections, datagrams) = (limits.flows / 4, limits.flows / 16);
+    for (v4, v6, entries) in [
+        ("socket_conns_v4", "socket_conns_v6", connections),
+        ("socket_flows_v4", "socket_flows_v6", datagrams),
+        ("socket_origs_v4", "socket_origs_v6", datagrams),
+        ("socket_uses_v4", "socket_uses_v6", datagrams),
     ] {
-        sizes.extend(family(v4, v6, limits.flows));
+        sizes.extend(family(v4, v6, entries));
     }
     sizes
 }

@@ -543,7 +543,8 @@ fn serving() -> Sockets<V4> {
 
 #[test]
 fn what_is_uncertain_passes_and_says_why() {
-    let cases: [(fn(&mut Socket<V4>), u8, SocketEvent); 5] = [
+    type Case = (fn(&mut Socket<V4>), u8, SocketEvent);
+    let cases: [Case; 5] = [
         (
             |s| s.namespace = UNKNOWN,
             TCP,
