@@ -1,13 +1,14 @@
 //! One question to the zone: its records, NODATA, NXDOMAIN, or somebody else's name. [pure]
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
+use std::sync::Arc;
 
 use hickory_proto::op::ResponseCode;
 use hickory_proto::rr::rdata::{A, AAAA, CNAME, HINFO, NS, PTR, SOA, SRV, TXT};
 use hickory_proto::rr::{Name, RData, Record, RecordType};
 use ipnetwork::IpNetwork;
 
-use super::zone::{Addresses, Endpoint, Kind, PodRecords, Port, PtrTarget, Service, Zone};
+use super::zone::{Addresses, Endpoint, Kind, PodRecords, Port, Service, Zone};
 
 /// Version of the specification that these records follow.
 const SCHEMA_VERSION: &str = "1.1.0";
@@ -198,11 +199,8 @@ impl Zone {
             (Node::Service { service, .. }, _) => match &service.kind {
                 Kind::ClusterIp { addresses, .. } => self.addresses(owner, addresses, record_type),
                 _ => {
-                    let mut all = Addresses::default();
-                    for endpoint in service.endpoints.values() {
-                        all.v4.extend(&endpoint.addresses.v4);
-                        all.v6.extend(&endpoint.addresses.v6);
-                    }
+                    let endpoints = service.endpoints.values();
+                    let all: Addresses = endpoints.flat_map(|e| e.addresses.iter()).collect();
                     self.addresses(owner, &all, record_type)
                 }
             },
@@ -445,10 +443,10 @@ impl Zone {
         network: IpNetwork,
     ) -> Answer {
         let mut answer = Answer::default();
-        let mut below = self.pointers.range(reverse.first..=reverse.last);
-        let records: Vec<Record> = match below.next() {
-            Some((_, targets)) if reverse.is_complete() => match record_type {
-                RecordType::PTR => self.pointers_of(owner, targets.iter().collect()),
+        let mut below = self.pointers.range((reverse.first, Arc::default())..);
+        let records: Vec<Record> = match below.next().filter(|(at, _)| *at <= reverse.last) {
+            Some((address, _)) if reverse.is_complete() => match record_type {
+                RecordType::PTR => self.pointers_of(owner, *address),
                 RecordType::ANY => self.any(owner),
                 _ => Vec::new(),
             },
@@ -468,13 +466,14 @@ impl Zone {
     }
 
     /// A cluster IP belongs to its Service alone; an endpoint to every Service that selects it.
-    fn pointers_of(&self, owner: &Name, mut targets: Vec<&PtrTarget>) -> Vec<Record> {
-        if targets.iter().any(|t| t.label.is_none()) {
-            targets.retain(|t| t.label.is_none());
+    fn pointers_of(&self, owner: &Name, address: IpAddr) -> Vec<Record> {
+        let mut targets: Vec<_> = self.pointers_to(address).collect();
+        if targets.iter().any(|(_, label)| label.is_none()) {
+            targets.retain(|(_, label)| label.is_none());
         }
         let names = targets
             .into_iter()
-            .filter_map(|t| self.target(&t.namespace, &t.service, t.label.as_deref()));
+            .filter_map(|(name, label)| self.target(&name.namespace, &name.name, label));
         names
             .map(|name| self.record(owner, RData::PTR(PTR(name))))
             .collect()

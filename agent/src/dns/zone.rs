@@ -5,6 +5,7 @@
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
+use std::sync::Arc;
 
 use control_api::desired::{Changes, DesiredState, Name as ObjectName};
 use control_api::v1::{self, Protocol, ServiceType};
@@ -50,22 +51,35 @@ impl Default for Options {
     }
 }
 
-/// Addresses of one name.
+/// Addresses of one name, sorted, each once. There is one of these for every endpoint of the cluster: no room to grow.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct Addresses {
-    pub(super) v4: BTreeSet<Ipv4Addr>,
-    pub(super) v6: BTreeSet<Ipv6Addr>,
+    pub(super) v4: Box<[Ipv4Addr]>,
+    pub(super) v6: Box<[Ipv6Addr]>,
+}
+
+impl FromIterator<IpAddr> for Addresses {
+    fn from_iter<I: IntoIterator<Item = IpAddr>>(addresses: I) -> Self {
+        let (mut v4, mut v6) = (Vec::new(), Vec::new());
+        for address in addresses {
+            match address {
+                IpAddr::V4(address) => v4.push(address),
+                IpAddr::V6(address) => v6.push(address),
+            }
+        }
+        v4.sort_unstable();
+        v4.dedup();
+        v6.sort_unstable();
+        v6.dedup();
+        Self {
+            v4: v4.into(),
+            v6: v6.into(),
+        }
+    }
 }
 
 impl Addresses {
-    fn insert(&mut self, address: IpAddr) {
-        match address {
-            IpAddr::V4(v4) => self.v4.insert(v4),
-            IpAddr::V6(v6) => self.v6.insert(v6),
-        };
-    }
-
-    fn iter(&self) -> impl Iterator<Item = IpAddr> + '_ {
+    pub(super) fn iter(&self) -> impl Iterator<Item = IpAddr> + '_ {
         let v4 = self.v4.iter().copied().map(IpAddr::V4);
         v4.chain(self.v6.iter().copied().map(IpAddr::V6))
     }
@@ -83,7 +97,34 @@ pub(super) struct Port {
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct Endpoint {
     pub(super) addresses: Addresses,
-    pub(super) ports: BTreeSet<Port>,
+    /// Sorted, each once. Endpoints of one slice share them.
+    pub(super) ports: Arc<[Port]>,
+}
+
+/// Endpoints by label, sorted.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(super) struct Endpoints(Box<[(Box<str>, Endpoint)]>);
+
+impl Endpoints {
+    pub(super) fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+
+    pub(super) fn get(&self, label: &str) -> Option<&Endpoint> {
+        let place = self
+            .0
+            .binary_search_by(|(own, _)| (**own).cmp(label))
+            .ok()?;
+        self.0.get(place).map(|(_, endpoint)| endpoint)
+    }
+
+    pub(super) fn iter(&self) -> impl Iterator<Item = (&str, &Endpoint)> {
+        self.0.iter().map(|(label, endpoint)| (&**label, endpoint))
+    }
+
+    pub(super) fn values(&self) -> impl Iterator<Item = &Endpoint> {
+        self.0.iter().map(|(_, endpoint)| endpoint)
+    }
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -100,16 +141,7 @@ pub(super) enum Kind {
 pub(super) struct Service {
     pub(super) kind: Kind,
     /// Ready endpoints by label.
-    pub(super) endpoints: BTreeMap<String, Endpoint>,
-}
-
-/// Where a PTR record leads.
-#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(super) struct PtrTarget {
-    pub(super) namespace: String,
-    pub(super) service: String,
-    /// None for a cluster IP.
-    pub(super) label: Option<String>,
+    pub(super) endpoints: Endpoints,
 }
 
 /// See the module documentation.
@@ -121,7 +153,8 @@ pub struct Zone {
     pub(super) name_servers: Addresses,
     pub(super) namespaces: HashSet<String>,
     pub(super) services: HashMap<String, HashMap<String, Service>>,
-    pub(super) pointers: BTreeMap<IpAddr, BTreeSet<PtrTarget>>,
+    /// Which Services an address belongs to, as cluster IP or as endpoint.
+    pub(super) pointers: BTreeSet<(IpAddr, Arc<ObjectName>)>,
     pub(super) serial: u32,
     pub(super) synced: bool,
 }
@@ -140,7 +173,7 @@ impl Zone {
             name_servers: Addresses::default(),
             namespaces: HashSet::new(),
             services: HashMap::new(),
-            pointers: BTreeMap::new(),
+            pointers: BTreeSet::new(),
             serial: 0,
             synced: false,
         }
@@ -165,18 +198,8 @@ impl Zone {
         if changes.everything {
             self.services.clear();
             self.pointers.clear();
-            let mut slices: HashMap<(&str, &str), Vec<&v1::EndpointSlice>> = HashMap::new();
-            for slice in state.endpoint_slices.values() {
-                slices
-                    .entry((&slice.namespace, &slice.service))
-                    .or_default()
-                    .push(slice);
-            }
             for (name, service) in &state.services {
-                let own = slices
-                    .remove(&(&*name.namespace, &*name.name))
-                    .unwrap_or_default();
-                self.insert(name, service, own.into_iter());
+                self.insert(name, service, state.slices_of(name));
             }
             return;
         }
@@ -199,10 +222,7 @@ impl Zone {
         self.reverse = self.options.reverse.clone();
         self.reverse
             .extend(networks.filter_map(|cidr| cidr.parse::<IpNetwork>().ok()));
-        self.name_servers = Addresses::default();
-        for address in config.dns_ips.iter().filter_map(|ip| ip.parse().ok()) {
-            self.name_servers.insert(address);
-        }
+        self.name_servers = parsed(&config.dns_ips).collect();
         self.namespaces = config.namespaces.iter().cloned().collect();
     }
 
@@ -213,14 +233,10 @@ impl Zone {
         slices: impl Iterator<Item = &'a v1::EndpointSlice>,
     ) {
         let service = self.translate(service, slices);
-        for (address, label) in service.pointers() {
-            let target = PtrTarget {
-                namespace: name.namespace.clone(),
-                service: name.name.clone(),
-                label: label.map(str::to_owned),
-            };
-            self.pointers.entry(address).or_default().insert(target);
-        }
+        let owner = Arc::new(name.clone());
+        let pointers = service.pointers();
+        self.pointers
+            .extend(pointers.map(|(address, _)| (address, Arc::clone(&owner))));
         let namespace = self.services.entry(name.namespace.clone()).or_default();
         namespace.insert(name.name.clone(), service);
     }
@@ -235,15 +251,28 @@ impl Zone {
         if services.is_empty() {
             self.services.remove(&name.namespace);
         }
+        let owner = Arc::new(name.clone());
         for (address, _) in service.pointers() {
-            let Some(targets) = self.pointers.get_mut(&address) else {
-                continue;
-            };
-            targets.retain(|t| t.namespace != name.namespace || t.service != name.name);
-            if targets.is_empty() {
-                self.pointers.remove(&address);
-            }
+            self.pointers.remove(&(address, Arc::clone(&owner)));
         }
+    }
+
+    /// Where an address leads back to: Services, with the label of the endpoint; none for a cluster IP.
+    pub(super) fn pointers_to(
+        &self,
+        address: IpAddr,
+    ) -> impl Iterator<Item = (&ObjectName, Option<&str>)> {
+        let owners = self
+            .pointers
+            .range((address, Arc::default())..)
+            .take_while(move |(own, _)| *own == address);
+        owners.flat_map(move |(_, owner)| {
+            let services = self.services.get(&owner.namespace);
+            let service = services.and_then(|services| services.get(&owner.name));
+            let all = service.into_iter().flat_map(Service::pointers);
+            all.filter(move |(own, _)| *own == address)
+                .map(|(_, label)| (&**owner, label))
+        })
     }
 
     fn translate<'a>(
@@ -255,37 +284,14 @@ impl Zone {
             let kind = Kind::External(service.external_name.clone());
             return Service {
                 kind,
-                endpoints: BTreeMap::new(),
+                endpoints: Endpoints::default(),
             };
         }
-        let mut endpoints: BTreeMap<String, Endpoint> = BTreeMap::new();
-        for slice in slices {
-            let ports: BTreeSet<Port> = slice
-                .ports
-                .iter()
-                .filter_map(|p| port(&p.name, p.protocol(), p.port))
-                .collect();
-            // publishNotReadyAddresses needs no case of its own: such endpoints are reported ready.
-            for endpoint in slice.endpoints.iter().filter(|e| e.ready) {
-                for address in endpoint
-                    .addresses
-                    .iter()
-                    .filter_map(|a| a.parse::<IpAddr>().ok())
-                {
-                    let label = self.label(endpoint, address);
-                    let entry = endpoints.entry(label).or_default();
-                    entry.addresses.insert(address);
-                    entry.ports.extend(ports.iter().cloned());
-                }
-            }
-        }
+        let endpoints = self.endpoints(slices);
         let kind = if service.headless || service.cluster_ips.is_empty() {
             Kind::Headless
         } else {
-            let mut addresses = Addresses::default();
-            for address in service.cluster_ips.iter().filter_map(|ip| ip.parse().ok()) {
-                addresses.insert(address);
-            }
+            let addresses = parsed(&service.cluster_ips).collect();
             let ports = service
                 .ports
                 .iter()
@@ -294,6 +300,36 @@ impl Zone {
             Kind::ClusterIp { addresses, ports }
         };
         Service { kind, endpoints }
+    }
+
+    fn endpoints<'a>(&self, slices: impl Iterator<Item = &'a v1::EndpointSlice>) -> Endpoints {
+        let mut found: BTreeMap<String, (Vec<IpAddr>, Arc<[Port]>)> = BTreeMap::new();
+        for slice in slices {
+            let ports: BTreeSet<Port> = slice
+                .ports
+                .iter()
+                .filter_map(|p| port(&p.name, p.protocol(), p.port))
+                .collect();
+            let ports: Arc<[Port]> = ports.into_iter().collect();
+            // publishNotReadyAddresses needs no case of its own: such endpoints are reported ready.
+            for endpoint in slice.endpoints.iter().filter(|e| e.ready) {
+                for address in parsed(&endpoint.addresses) {
+                    let (addresses, all) = found
+                        .entry(self.label(endpoint, address))
+                        .or_insert_with(|| (Vec::new(), Arc::clone(&ports)));
+                    addresses.push(address);
+                    if **all != *ports {
+                        let both: BTreeSet<Port> = all.iter().chain(&*ports).cloned().collect();
+                        *all = both.into_iter().collect();
+                    }
+                }
+            }
+        }
+        let endpoints = found.into_iter().map(|(label, (addresses, ports))| {
+            let addresses = addresses.into_iter().collect();
+            (label.into_boxed_str(), Endpoint { addresses, ports })
+        });
+        Endpoints(endpoints.collect())
     }
 
     /// The label of an endpoint below its Service.
@@ -334,10 +370,14 @@ impl Service {
             endpoint
                 .addresses
                 .iter()
-                .map(move |address| (address, Some(label.as_str())))
+                .map(move |address| (address, Some(label)))
         });
         own.chain(endpoints)
     }
+}
+
+fn parsed(addresses: &[String]) -> impl Iterator<Item = IpAddr> {
+    addresses.iter().filter_map(|address| address.parse().ok())
 }
 
 fn port(name: &str, protocol: Protocol, port: u32) -> Option<Port> {

@@ -211,7 +211,7 @@ impl Follower {
         applied.mark_changed();
         let mut heartbeat = tokio::time::interval(HEARTBEAT_INTERVAL);
         heartbeat.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
-        let mut parts = Vec::new();
+        let mut parts = DesiredState::default();
         let mut deadline = Instant::now() + SILENCE_LIMIT;
         loop {
             tokio::select! {
@@ -236,7 +236,7 @@ impl Follower {
         }
     }
 
-    fn take(&self, message: FeedMessage, parts: &mut Vec<Snapshot>, position: &mut Position) {
+    fn take(&self, message: FeedMessage, parts: &mut DesiredState, position: &mut Position) {
         match message.kind {
             Some(feed_message::Kind::Snapshot(part)) => self.take_part(part, parts, position),
             Some(feed_message::Kind::Delta(delta)) => {
@@ -251,17 +251,17 @@ impl Follower {
         }
     }
 
-    fn take_part(&self, part: Snapshot, parts: &mut Vec<Snapshot>, position: &mut Position) {
+    fn take_part(&self, part: Snapshot, parts: &mut DesiredState, position: &mut Position) {
         if part.first {
-            parts.clear();
+            *parts = DesiredState::default();
         }
         let (last, revision, feed_instance) =
             (part.last, part.revision, part.feed_instance.clone());
-        parts.push(part);
+        parts.add_part(part);
         if !last {
             return;
         }
-        let state = DesiredState::from_snapshot(parts.drain(..));
+        let state = std::mem::take(parts);
         *position = Position {
             feed_instance,
             revision,

@@ -1,6 +1,6 @@
 //! The last state on disk, without secrets: what a node knows when it boots and no control plane answers.
 
-use std::io::Write;
+use std::io::{BufWriter, Write};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -16,6 +16,9 @@ pub(super) const FILE_NAME: &str = "feed.snapshot";
 
 /// At most one write in this time: a busy cluster must not wear out the disk.
 const WRITE_INTERVAL: Duration = Duration::from_secs(5);
+
+/// Written to the file at once.
+const BUFFER_BYTES: usize = 64 << 10;
 
 /// A larger file is not ours.
 const MAX_FILE_BYTES: u64 = 256 << 20;
@@ -48,10 +51,8 @@ pub(super) async fn keep(mut updates: Updates, path: PathBuf, shutdown: Cancella
             update = updates.next() => update,
         };
         if update.origin == Origin::Server && !update.changes.is_empty() {
-            let bytes = encode(&update.state);
             let target = path.clone();
-            drop(update);
-            let written = tokio::task::spawn_blocking(move || write(&target, &bytes)).await;
+            let written = tokio::task::spawn_blocking(move || write(&target, &update.state)).await;
             if let Ok(Err(error)) = written {
                 tracing::warn!(path = %path.display(), %error, "write feed snapshot");
             }
@@ -63,8 +64,9 @@ pub(super) async fn keep(mut updates: Updates, path: PathBuf, shutdown: Cancella
     }
 }
 
-/// One snapshot of everything but secrets and tokens.
-pub(super) fn encode(state: &DesiredState) -> Vec<u8> {
+/// One snapshot of everything but secrets and tokens, in parts: a message may be cut between its fields, and a whole
+/// copy of a large state would cost more memory than the state itself. What marks it complete comes last.
+pub(super) fn encode(state: &DesiredState, to: &mut impl Write) -> std::io::Result<()> {
     let kinds = std::iter::once(object::Kind::Config(state.config.clone()))
         .chain(state.nodes.values().cloned().map(object::Kind::Node))
         .chain(state.services.values().cloned().map(object::Kind::Service))
@@ -88,14 +90,25 @@ pub(super) fn encode(state: &DesiredState) -> Vec<u8> {
                 .cloned()
                 .map(object::Kind::ConfigMap),
         );
-    Snapshot {
+    let mut bytes = Vec::new();
+    for kind in kinds {
+        let part = Snapshot {
+            objects: vec![Object { kind: Some(kind) }],
+            ..Snapshot::default()
+        };
+        bytes.clear();
+        // A vector grows: there is always room.
+        let _infallible = part.encode(&mut bytes);
+        to.write_all(&bytes)?;
+    }
+    let end = Snapshot {
         revision: state.revision,
         feed_instance: String::new(),
         first: true,
         last: true,
-        objects: kinds.map(|kind| Object { kind: Some(kind) }).collect(),
-    }
-    .encode_to_vec()
+        objects: Vec::new(),
+    };
+    to.write_all(&end.encode_to_vec())
 }
 
 fn without_tokens(pod: &PodSpec) -> PodSpec {
@@ -121,18 +134,19 @@ fn without_tokens(pod: &PodSpec) -> PodSpec {
 }
 
 /// A crash leaves the old file or the new one, never a part.
-fn write(path: &Path, bytes: &[u8]) -> std::io::Result<()> {
+fn write(path: &Path, state: &DesiredState) -> std::io::Result<()> {
     let temporary = path.with_extension("snapshot.new");
     if let Some(directory) = path.parent() {
         std::fs::create_dir_all(directory)?;
     }
-    let mut file = std::fs::OpenOptions::new()
+    let file = std::fs::OpenOptions::new()
         .write(true)
         .create(true)
         .truncate(true)
         .mode(0o600)
         .open(&temporary)?;
-    file.write_all(bytes)?;
-    file.sync_all()?;
+    let mut buffer = BufWriter::with_capacity(BUFFER_BYTES, file);
+    encode(state, &mut buffer)?;
+    buffer.into_inner()?.sync_all()?;
     std::fs::rename(&temporary, path)
 }

@@ -64,7 +64,8 @@ fn secrets_stay_off_the_disk() {
     };
     state.secrets.insert(Name::new("d", "s"), data);
     state.apply(delta(8, "a"));
-    let bytes = super::disk::encode(&state);
+    let mut bytes = Vec::new();
+    super::disk::encode(&state, &mut bytes).unwrap();
     assert!(!bytes.windows(11).any(|w| w == b"open sesame"));
 
     let directory = tempfile::tempdir().unwrap();

@@ -2,6 +2,8 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
+use crate::name_map::NameMap;
+use crate::slices::Slices;
 use crate::v1::{
     ClusterConfig, Delta, EndpointSlice, KeyedData, Node, Object, ObjectKey, ObjectKind, PodSpec,
     Service, Snapshot, object,
@@ -34,14 +36,14 @@ impl std::fmt::Display for Name {
     }
 }
 
-/// The whole desired state of one node at a revision.
+/// The whole desired state of one node at a revision. A copy shares the services and their endpoints.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct DesiredState {
     pub revision: u64,
     pub config: ClusterConfig,
     pub nodes: BTreeMap<String, Node>,
-    pub services: BTreeMap<Name, Service>,
-    pub endpoint_slices: BTreeMap<Name, EndpointSlice>,
+    pub services: NameMap<Service>,
+    pub endpoint_slices: Slices,
     pub pods: BTreeMap<Name, PodSpec>,
     pub config_maps: BTreeMap<Name, KeyedData>,
     pub secrets: BTreeMap<Name, KeyedData>,
@@ -93,14 +95,19 @@ impl DesiredState {
     #[must_use]
     pub fn from_snapshot(parts: impl IntoIterator<Item = Snapshot>) -> Self {
         let mut state = Self::default();
-        let mut ignored = Changes::default();
         for part in parts {
-            state.revision = part.revision;
-            for object in part.objects {
-                state.upsert(object, &mut ignored);
-            }
+            state.add_part(part);
         }
         state
+    }
+
+    /// Adds one part of a snapshot to those before it.
+    pub fn add_part(&mut self, part: Snapshot) {
+        self.revision = part.revision;
+        for object in part.objects {
+            // A snapshot touches everything: what each object touches is of no interest.
+            self.upsert(object, &mut Changes::default());
+        }
     }
 
     /// Applies a delta and says what it touched. Removing what is not there is not an error.
@@ -116,13 +123,9 @@ impl DesiredState {
         changes
     }
 
-    /// Slices of one service, in the order of their names. Walks the slices of the service's namespace only.
+    /// Slices of one service, in the order of their names.
     pub fn slices_of<'a>(&'a self, service: &'a Name) -> impl Iterator<Item = &'a EndpointSlice> {
-        self.endpoint_slices
-            .range(Name::new(service.namespace.clone(), "")..)
-            .take_while(move |(name, _)| name.namespace == service.namespace)
-            .map(|(_, slice)| slice)
-            .filter(move |slice| slice.service == service.name)
+        self.endpoint_slices.of(service)
     }
 
     fn upsert(&mut self, object: Object, changes: &mut Changes) {
@@ -149,7 +152,7 @@ impl DesiredState {
                 if let Some(before) = before {
                     changes
                         .services
-                        .insert(Name::new(before.namespace, before.service));
+                        .insert(Name::new(&before.namespace, &before.service));
                 }
             }
             Some(object::Kind::Pod(pod)) => {
@@ -193,7 +196,7 @@ impl DesiredState {
                 if let Some(slice) = self.endpoint_slices.remove(&name) {
                     changes
                         .services
-                        .insert(Name::new(slice.namespace, slice.service));
+                        .insert(Name::new(&slice.namespace, &slice.service));
                 }
             }
             ObjectKind::Pod => {

@@ -3,6 +3,8 @@
 //! Pure: no I/O, no clock. Nothing here knows Kubernetes types; `control-feed` translates them.
 
 pub mod desired;
+pub mod name_map;
+pub mod slices;
 
 /// Protocol buffers messages and services of `weir.node.v1`.
 #[allow(
