@@ -3,17 +3,18 @@
 use core::mem::zeroed;
 
 use aya_ebpf::bindings::{
-    BPF_FIB_LKUP_RET_NO_NEIGH, BPF_FIB_LKUP_RET_SUCCESS, bpf_fib_lookup as FibLookup,
-    bpf_redir_neigh as NextHop,
+    BPF_FIB_LKUP_RET_NO_NEIGH, BPF_FIB_LKUP_RET_SUCCESS, BPF_FIB_LKUP_RET_UNREACHABLE,
+    bpf_fib_lookup as FibLookup, bpf_redir_neigh as NextHop,
 };
 use aya_ebpf::helpers::{bpf_fib_lookup, bpf_redirect, bpf_redirect_neigh, bpf_redirect_peer};
 use aya_ebpf::programs::TcContext;
+use dataplane_common::layout::RANGE_OWN;
 use dataplane_common::packet::{Action, Decision, Translation};
 use dataplane_common::reason::{DropReason, Event};
-use dataplane_common::{V4, V6};
+use dataplane_common::{Tables, V4, V6, tail};
 
 use crate::PASS;
-use crate::maps::{call_refuse, count_event, drop_packet, host_ifindex, host_peer_and_uplink};
+use crate::maps::{MapTables, call, count_event, drop_packet, host_ifindex, host_peer_and_uplink};
 use crate::packet::{Headers, Parsed, ifindex};
 use crate::rewrite::{Addresses, rewrite, write_macs};
 
@@ -24,18 +25,30 @@ const AF_INET6: u8 = 10;
 pub(crate) trait Wire: Headers + Addresses {
     /// Fills in what a route lookup needs of this family.
     fn ask(lookup: &mut FibLookup, source: &Self, destination: &Self);
+    /// True for addresses of this node's pods, whether a pod has them or not.
+    fn is_own_range(address: &Self) -> bool;
     /// The gateway, or the destination itself, as the lookup answered it.
     fn next_hop(lookup: &FibLookup) -> NextHop;
 }
 
+/// `own` says that the packet is on its way out of the loopback link.
 #[inline(always)]
 pub(crate) fn carry_out<A: Wire>(
     context: &TcContext,
     parsed: &Parsed<A>,
     decision: &Decision<A>,
+    own: bool,
 ) -> i32 {
     if decision.action == Action::Drop {
         return drop_or_refuse(context, decision.reason);
+    }
+    let mut way = Way::none();
+    if decision.action == Action::Network {
+        // Asked before the packet is changed: whoever sent it is told in its own words when there is no way.
+        way = find_way(context, parsed, decision, own);
+        if way.reason != DropReason::None {
+            return drop_or_refuse(context, way.reason);
+        }
     }
     if decision.translation != Translation::None && !rewrite(context, parsed, decision) {
         return drop_packet(DropReason::RewriteFailed);
@@ -46,10 +59,28 @@ pub(crate) fn carry_out<A: Wire>(
             count_event(Event::ToStack);
             PASS
         }
-        Action::Pod => to_pod(context, decision),
+        Action::Pod => to_pod(context, decision, own),
         Action::Host => to_host(context, decision),
-        Action::Network => to_network(context, parsed, decision),
+        Action::Network => to_network(&mut way),
+        // Whoever asked for a decision takes this one to the next program.
+        Action::Open => drop_packet(DropReason::ProgramMissing),
     }
+}
+
+/// As [`carry_out`], for hooks whose packets go on where they are, translated or not.
+#[inline(always)]
+pub(crate) fn carry_out_in_place<A: Wire>(
+    context: &TcContext,
+    parsed: &Parsed<A>,
+    decision: &Decision<A>,
+) -> i32 {
+    if decision.action == Action::Drop {
+        return drop_packet(decision.reason);
+    }
+    if decision.translation != Translation::None && !rewrite(context, parsed, decision) {
+        return drop_packet(DropReason::RewriteFailed);
+    }
+    PASS
 }
 
 /// Counts the drop, and lets the sender know where it should.
@@ -57,17 +88,22 @@ pub(crate) fn carry_out<A: Wire>(
 fn drop_or_refuse(context: &TcContext, reason: DropReason) -> i32 {
     let verdict = drop_packet(reason);
     if reason.is_refusal() {
-        call_refuse(context);
+        call(context, tail::REFUSE);
     }
     verdict
 }
 
 #[inline(always)]
-fn to_pod<A>(context: &TcContext, decision: &Decision<A>) -> i32 {
+fn to_pod<A>(context: &TcContext, decision: &Decision<A>, own: bool) -> i32 {
     if !write_macs(context, &decision.destination_mac, &decision.source_mac) {
         return drop_packet(DropReason::RewriteFailed);
     }
     count_event(Event::ToPod);
+    if own {
+        // The way into the peer is open to packets that came in only.
+        // SAFETY: plain numbers; the kernel looks the link up.
+        return unsafe { bpf_redirect(decision.ifindex, 0) as i32 };
+    }
     // SAFETY: plain numbers; the kernel looks the link up.
     unsafe { bpf_redirect_peer(decision.ifindex, 0) as i32 }
 }
@@ -83,8 +119,39 @@ fn to_host<A>(context: &TcContext, decision: &Decision<A>) -> i32 {
     unsafe { bpf_redirect(decision.ifindex, 0) as i32 }
 }
 
+/// How a packet leaves for another machine.
+#[repr(C)]
+struct Way {
+    /// Anything but `None` drops the packet.
+    reason: DropReason,
+    /// The link to leave by; zero leaves the packet to the stack.
+    ifindex: u32,
+    /// One when the next hop is known; the kernel looks it up itself otherwise.
+    resolved: u32,
+    next_hop: NextHop,
+}
+
+impl Way {
+    #[inline(always)]
+    fn none() -> Self {
+        Self {
+            reason: DropReason::None,
+            ifindex: 0,
+            resolved: 0,
+            // SAFETY: a C structure of integers, for which zero is valid.
+            next_hop: unsafe { zeroed() },
+        }
+    }
+}
+
 #[inline(always)]
-fn to_network<A: Wire>(context: &TcContext, parsed: &Parsed<A>, decision: &Decision<A>) -> i32 {
+fn find_way<A: Wire>(
+    context: &TcContext,
+    parsed: &Parsed<A>,
+    decision: &Decision<A>,
+    own: bool,
+) -> Way {
+    let mut way = Way::none();
     // SAFETY: a C structure of integers, for which zero is valid.
     let mut lookup: FibLookup = unsafe { zeroed() };
     lookup.l4_protocol = parsed.packet.protocol;
@@ -108,33 +175,57 @@ fn to_network<A: Wire>(context: &TcContext, parsed: &Parsed<A>, decision: &Decis
     if found || unresolved {
         if lookup.ifindex == host_ifindex() {
             // Routed to the host link: an address of the service ranges, where nothing is served.
-            return drop_or_refuse(context, DropReason::NoFrontend);
+            way.reason = DropReason::NoFrontend;
         }
-        let mut next_hop = A::next_hop(&lookup);
-        count_event(Event::ToNetwork);
-        // SAFETY: the structure is as large as said.
-        return unsafe {
-            bpf_redirect_neigh(
-                lookup.ifindex,
-                core::ptr::from_mut(&mut next_hop),
-                size_of::<NextHop>() as i32,
-                0,
-            ) as i32
+        way.ifindex = lookup.ifindex;
+        way.resolved = 1;
+        way.next_hop = A::next_hop(&lookup);
+    } else if result == BPF_FIB_LKUP_RET_NO_NEIGH as i64 {
+        // The stack would refuse the node's own address as a source from outside, so the way out is an uplink: the one
+        // that a packet came in by, or the first.
+        let (host_peer, uplink) = host_peer_and_uplink();
+        way.ifindex = if ifindex(context) == host_peer || own {
+            uplink
+        } else {
+            ifindex(context)
         };
-    }
-    let (host_peer, uplink) = host_peer_and_uplink();
-    if result == BPF_FIB_LKUP_RET_NO_NEIGH as i64 && ifindex(context) == host_peer && uplink != 0 {
-        // The stack would refuse the node's own address as a source from outside.
-        count_event(Event::ToNetwork);
-        // SAFETY: no next hop: the kernel looks the route up itself.
-        return unsafe { bpf_redirect_neigh(uplink, core::ptr::null_mut(), 0, 0) as i32 };
+    } else if result == BPF_FIB_LKUP_RET_UNREACHABLE as i64
+        && (decision.translation != Translation::None || A::is_own_range(&decision.destination))
+    {
+        way.reason = DropReason::NoEndpoint;
     }
     // No route, a packet too big, or an address of this node: the stack knows what to answer.
-    count_event(Event::ToStack);
-    PASS
+    way
+}
+
+#[inline(always)]
+fn to_network(way: &mut Way) -> i32 {
+    if way.ifindex == 0 {
+        count_event(Event::ToStack);
+        return PASS;
+    }
+    count_event(Event::ToNetwork);
+    let (next_hop, length) = if way.resolved != 0 {
+        (
+            core::ptr::from_mut(&mut way.next_hop),
+            size_of::<NextHop>() as i32,
+        )
+    } else {
+        (core::ptr::null_mut(), 0)
+    };
+    // SAFETY: the structure is as large as said, or there is none.
+    unsafe { bpf_redirect_neigh(way.ifindex, next_hop, length, 0) as i32 }
 }
 
 impl Wire for V4 {
+    #[inline(always)]
+    fn is_own_range(address: &Self) -> bool {
+        match MapTables.range(address) {
+            Some(range) => range.flags & RANGE_OWN != 0,
+            None => false,
+        }
+    }
+
     #[inline(always)]
     fn ask(lookup: &mut FibLookup, source: &Self, destination: &Self) {
         lookup.family = AF_INET;
@@ -154,6 +245,14 @@ impl Wire for V4 {
 }
 
 impl Wire for V6 {
+    #[inline(always)]
+    fn is_own_range(address: &Self) -> bool {
+        match MapTables.range(address) {
+            Some(range) => range.flags & RANGE_OWN != 0,
+            None => false,
+        }
+    }
+
     #[inline(always)]
     fn ask(lookup: &mut FibLookup, source: &Self, destination: &Self) {
         lookup.family = AF_INET6;

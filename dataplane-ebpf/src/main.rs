@@ -1,4 +1,5 @@
-//! The eBPF programs: entry points, one per hook. Each reads the packet, asks `dataplane_common::path` what to do, and
+//! The eBPF programs: entry points, one per hook, and the stages that they end in: a hook's program knows packets of
+//! flows, and hands others to the stage that opens flows. Each reads the packet, asks `dataplane_common::path` what to do, and
 //! does it. Nothing is decided here.
 #![no_std]
 #![no_main]
@@ -13,13 +14,14 @@ mod socket_maps;
 
 use aya_ebpf::macros::classifier;
 use aya_ebpf::programs::TcContext;
-use dataplane_common::path::{self, LinkAddress};
+use dataplane_common::packet::{Action, Decision};
+use dataplane_common::path::{self, Hook, LinkAddress};
 use dataplane_common::reason::DropReason;
 use dataplane_common::refuse::Refuse;
-use dataplane_common::{V4, V6};
+use dataplane_common::{V4, V6, tail};
 
 use crate::act::Wire;
-use crate::maps::{MapTables, drop_packet};
+use crate::maps::{Handed, MapTables, drop_packet};
 use crate::packet::{ARP, IPV4, IPV6, Parsed};
 
 /// Let the packet go on: to the next program on this hook, then to the stack.
@@ -32,11 +34,18 @@ const DROP: i32 = aya_ebpf::bindings::TC_ACT_SHOT as i32;
 #[inline(always)]
 pub fn from_pod(context: TcContext) -> i32 {
     match packet::ether_type(&context) {
-        IPV4 => run_from_pod::<V4>(&context),
-        IPV6 => run_from_pod::<V6>(&context),
+        IPV4 => run_from_pod::<V4>(&context, tail::OPEN_V4),
+        IPV6 => go_on(&context, tail::FROM_POD_V6),
         ARP => PASS,
         _ => drop_packet(DropReason::UnsupportedProtocol),
     }
+}
+
+/// The IPv6 half of `from_pod`.
+#[classifier]
+#[inline(always)]
+pub fn from_pod_v6(context: TcContext) -> i32 {
+    run_from_pod::<V6>(&context, tail::OPEN_V6)
 }
 
 /// Egress of the host side of a pod's link: packets of the node's own stack.
@@ -44,8 +53,8 @@ pub fn from_pod(context: TcContext) -> i32 {
 #[inline(always)]
 pub fn to_pod(context: TcContext) -> i32 {
     match packet::ether_type(&context) {
-        IPV4 => run_to_pod::<V4>(&context),
-        IPV6 => run_to_pod::<V6>(&context),
+        IPV4 => run_from_stack::<V4>(&context),
+        IPV6 => run_from_stack::<V6>(&context),
         _ => PASS,
     }
 }
@@ -55,10 +64,71 @@ pub fn to_pod(context: TcContext) -> i32 {
 #[inline(always)]
 pub fn from_network(context: TcContext) -> i32 {
     match packet::ether_type(&context) {
-        IPV4 => run_from_network::<V4>(&context),
-        IPV6 => run_from_network::<V6>(&context),
+        IPV4 => run_from_network::<V4>(&context, tail::OPEN_V4),
+        IPV6 => go_on(&context, tail::FROM_NETWORK_V6),
         _ => PASS,
     }
+}
+
+/// The IPv6 half of `from_network`.
+#[classifier]
+#[inline(always)]
+pub fn from_network_v6(context: TcContext) -> i32 {
+    run_from_network::<V6>(&context, tail::OPEN_V6)
+}
+
+/// Egress of an uplink. Packets that were forwarded have passed a program on their way in; those of the node's own
+/// stack may be answers to a translated flow.
+#[classifier]
+#[inline(always)]
+pub fn to_network(context: TcContext) -> i32 {
+    if packet::came_in_by(&context) != 0 {
+        return PASS;
+    }
+    match packet::ether_type(&context) {
+        IPV4 => run_from_stack::<V4>(&context),
+        IPV6 => run_from_stack::<V6>(&context),
+        _ => PASS,
+    }
+}
+
+/// Egress of the loopback link: packets of the node's own processes to its own addresses.
+#[classifier]
+#[inline(always)]
+pub fn from_self(context: TcContext) -> i32 {
+    match packet::ether_type(&context) {
+        IPV4 => run_from_self::<V4>(&context, tail::OPEN_V4),
+        IPV6 => run_from_self::<V6>(&context, tail::OPEN_V6),
+        _ => PASS,
+    }
+}
+
+/// Tail of the hooks, for IPv4 packets that no flow has.
+#[classifier]
+#[inline(always)]
+pub fn open_v4(context: TcContext) -> i32 {
+    run_open::<V4>(&context, tail::ACT_V4)
+}
+
+/// Tail of the hooks, for IPv6 packets that no flow has.
+#[classifier]
+#[inline(always)]
+pub fn open_v6(context: TcContext) -> i32 {
+    run_open::<V6>(&context, tail::ACT_V6)
+}
+
+/// Tail of `open_v4`.
+#[classifier]
+#[inline(always)]
+pub fn act_v4(context: TcContext) -> i32 {
+    run_act::<V4>(&context)
+}
+
+/// Tail of `open_v6`.
+#[classifier]
+#[inline(always)]
+pub fn act_v6(context: TcContext) -> i32 {
+    run_act::<V6>(&context)
 }
 
 /// Tail of `from_pod`, reached for packets that are refused: the sender is answered in their place.
@@ -81,8 +151,35 @@ fn run_refuse<A: Wire + Refuse>(context: &TcContext) -> i32 {
     refuse::answer(context, &parsed)
 }
 
+/// Goes on in another program.
 #[inline(always)]
-fn run_from_pod<A: LinkAddress + Wire>(context: &TcContext) -> i32
+fn go_on(context: &TcContext, place: u32) -> i32 {
+    maps::call(context, place);
+    drop_packet(DropReason::ProgramMissing)
+}
+
+/// Does what was decided, or goes on in the program that opens flows.
+#[inline(always)]
+fn finish<A: Wire + Handed>(
+    context: &TcContext,
+    parsed: &Parsed<A>,
+    decision: &Decision<A>,
+    hook: Hook,
+    opener: u32,
+) -> i32 {
+    if decision.action == Action::Open {
+        let Some(pending) = A::pending() else {
+            return drop_packet(DropReason::ProgramMissing);
+        };
+        pending.hook = hook as u32;
+        pending.parsed = *parsed;
+        return go_on(context, opener);
+    }
+    act::carry_out(context, parsed, decision, hook == Hook::Own)
+}
+
+#[inline(always)]
+fn run_from_pod<A: LinkAddress + Wire + Handed>(context: &TcContext, opener: u32) -> i32
 where
     MapTables: dataplane_common::Tables<A>,
 {
@@ -95,11 +192,11 @@ where
     }
     path::complete_fragment(&mut MapTables, &mut parsed.packet);
     let decision = path::from_pod(&mut MapTables, link, &parsed.packet);
-    act::carry_out(context, &parsed, &decision)
+    finish(context, &parsed, &decision, path::hook_of(link), opener)
 }
 
 #[inline(always)]
-fn run_to_pod<A: LinkAddress + Wire>(context: &TcContext) -> i32
+fn run_from_stack<A: LinkAddress + Wire>(context: &TcContext) -> i32
 where
     MapTables: dataplane_common::Tables<A>,
 {
@@ -108,12 +205,12 @@ where
         return drop_packet(DropReason::Malformed);
     }
     path::complete_fragment(&mut MapTables, &mut parsed.packet);
-    let decision = path::to_pod(&mut MapTables, &parsed.packet);
-    act::carry_out(context, &parsed, &decision)
+    let decision = path::from_stack(&mut MapTables, &parsed.packet);
+    act::carry_out_in_place(context, &parsed, &decision)
 }
 
 #[inline(always)]
-fn run_from_network<A: LinkAddress + Wire>(context: &TcContext) -> i32
+fn run_from_network<A: LinkAddress + Wire + Handed>(context: &TcContext, opener: u32) -> i32
 where
     MapTables: dataplane_common::Tables<A>,
 {
@@ -124,7 +221,42 @@ where
     }
     path::complete_fragment(&mut MapTables, &mut parsed.packet);
     let decision = path::from_network(&mut MapTables, &parsed.packet);
-    act::carry_out(context, &parsed, &decision)
+    finish(context, &parsed, &decision, Hook::Network, opener)
+}
+
+#[inline(always)]
+fn run_from_self<A: LinkAddress + Wire + Handed>(context: &TcContext, opener: u32) -> i32
+where
+    MapTables: dataplane_common::Tables<A>,
+{
+    let parsed: Parsed<A> = packet::parse(context);
+    if !parsed.valid {
+        return PASS;
+    }
+    let decision = path::from_self(&mut MapTables, &parsed.packet);
+    finish(context, &parsed, &decision, Hook::Own, opener)
+}
+
+#[inline(always)]
+fn run_open<A: LinkAddress + Wire + Handed>(context: &TcContext, actor: u32) -> i32
+where
+    MapTables: dataplane_common::Tables<A>,
+{
+    let Some(pending) = A::pending() else {
+        return drop_packet(DropReason::ProgramMissing);
+    };
+    let hook = Hook::from_number(pending.hook);
+    pending.decision = path::open(&mut MapTables, hook, &pending.parsed.packet);
+    go_on(context, actor)
+}
+
+#[inline(always)]
+fn run_act<A: Wire + Handed>(context: &TcContext) -> i32 {
+    let Some(pending) = A::pending() else {
+        return drop_packet(DropReason::ProgramMissing);
+    };
+    let own = pending.hook == Hook::Own as u32;
+    act::carry_out(context, &pending.parsed, &pending.decision, own)
 }
 
 #[cfg(not(test))]

@@ -3,35 +3,83 @@
 use aya_ebpf::bindings::{BPF_F_NO_PREALLOC, BPF_NOEXIST};
 use aya_ebpf::helpers::{bpf_get_prandom_u32, bpf_ktime_get_ns};
 use aya_ebpf::macros::map;
-use aya_ebpf::maps::{Array, HashMap, LruHashMap, PerCpuArray, ProgramArray};
+use aya_ebpf::maps::lpm_trie::Key;
+use aya_ebpf::maps::{Array, HashMap, LpmTrie, LruHashMap, PerCpuArray, ProgramArray};
 use aya_ebpf::programs::TcContext;
 use dataplane_common::layout::{
     Affinity, AffinityKey, Backend, Endpoint, Flow, FlowKey, FragmentKey, FragmentPorts, Frontend,
-    FrontendKey, Link, Node, SlotKey,
+    FrontendKey, Link, MAGLEV_BLOCK, MaglevBlock, MaglevKey, Node, Range, SlotKey,
 };
 use dataplane_common::reason::{DropReason, Event};
 use dataplane_common::tables::{Inserted, Tables};
 use dataplane_common::{V4, V6};
 
 use crate::DROP;
+use crate::packet::Pending;
 
 const FLOWS: u32 = 262_144;
 const FRONTENDS: u32 = 65_536;
 const SLOTS: u32 = 262_144;
-const ENDPOINTS: u32 = 1_024;
+const ENDPOINTS: u32 = 16_384;
+/// Address ranges of the cluster and of exceptions.
+const RANGES: u32 = 16_384;
+/// Source ranges of services.
+const SOURCES: u32 = 65_536;
+/// Blocks of Maglev tables.
+const MAGLEV_BLOCKS: u32 = 262_144;
 /// Datagrams in fragments that may be on their way at one time; the oldest is forgotten.
 const FRAGMENTS: u32 = 2_048;
 const LINKS: u32 = 1_024;
 
 #[map(name = "links")]
 static LINK_TABLE: HashMap<u32, Link> = HashMap::pinned(LINKS, BPF_F_NO_PREALLOC);
-/// Programs that are called at the end of another: see [`dataplane_common::TAIL_REFUSE`].
+/// Programs that are called at the end of another: see [`dataplane_common::tail`].
 #[map(name = "tails")]
-static TAILS: ProgramArray = ProgramArray::pinned(8, 0);
+static TAILS: ProgramArray = ProgramArray::pinned(dataplane_common::tail::COUNT, 0);
 #[map(name = "drops")]
 static DROPS: PerCpuArray<u64> = PerCpuArray::pinned(64, 0);
 #[map(name = "events")]
 static EVENTS: PerCpuArray<u64> = PerCpuArray::pinned(64, 0);
+
+/// A packet between two programs, which run one after the other on one CPU.
+#[map(name = "pending_v4")]
+static PENDING_V4: PerCpuArray<Pending<V4>> = PerCpuArray::with_max_entries(1, 0);
+#[map(name = "pending_v6")]
+static PENDING_V6: PerCpuArray<Pending<V6>> = PerCpuArray::with_max_entries(1, 0);
+
+/// Families whose packets can be handed to another program.
+pub(crate) trait Handed: Sized {
+    /// This CPU's place for a packet.
+    fn pending() -> Option<&'static mut Pending<Self>>;
+}
+
+impl Handed for V4 {
+    #[inline(always)]
+    fn pending() -> Option<&'static mut Pending<Self>> {
+        // SAFETY: this CPU's own value; programs of one hook do not interrupt one another.
+        PENDING_V4
+            .get_ptr_mut(0)
+            .map(|pending| unsafe { &mut *pending })
+    }
+}
+
+impl Handed for V6 {
+    #[inline(always)]
+    fn pending() -> Option<&'static mut Pending<Self>> {
+        // SAFETY: as for IPv4.
+        PENDING_V6
+            .get_ptr_mut(0)
+            .map(|pending| unsafe { &mut *pending })
+    }
+}
+
+/// What [`LpmTrie`] holds for a service's source ranges, after the prefix length.
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct Source<A> {
+    service_id: u32,
+    address: A,
+}
 
 /// Maps hold one entry per use (`BPF_F_NO_PREALLOC`): memory grows with use, and an entry that is read while it is
 /// removed stays whole until its readers are done.
@@ -95,6 +143,35 @@ macro_rules! family_maps {
                     Some(word) => *word,
                     None => 0,
                 }
+            }
+
+            #[inline(always)]
+            fn maglev(&mut self, service_id: u32, place: u32) -> u32 {
+                let key = MaglevKey {
+                    service_id,
+                    block: place / MAGLEV_BLOCK,
+                };
+                // SAFETY: as for `endpoint`.
+                match unsafe { $module::MAGLEV.get(&key) } {
+                    Some(block) => block.backends[(place % MAGLEV_BLOCK) as usize],
+                    None => 0,
+                }
+            }
+
+            #[inline(always)]
+            fn source_allowed(&mut self, service_id: u32, source: &$family) -> bool {
+                let source = Source {
+                    service_id,
+                    address: *source,
+                };
+                let bits = 8 * size_of::<Source<$family>>() as u32;
+                $module::SOURCES_OF.get(&Key::new(bits, source)).is_some()
+            }
+
+            #[inline(always)]
+            fn range(&mut self, address: &$family) -> Option<&Range> {
+                let bits = 8 * size_of::<$family>() as u32;
+                $module::RANGE.get(&Key::new(bits, *address))
             }
 
             #[inline(always)]
@@ -163,7 +240,9 @@ macro_rules! family_maps {
      $frontend:ident = $frontend_text:literal, $slot:ident = $slot_text:literal,
      $backend:ident = $backend_text:literal, $state:ident = $state_text:literal,
      $flow:ident = $flow_text:literal, $reply:ident = $reply_text:literal,
-     $affinity:ident = $affinity_text:literal, $fragment:ident = $fragment_text:literal) => {
+     $affinity:ident = $affinity_text:literal, $fragment:ident = $fragment_text:literal,
+     $range:ident = $range_text:literal, $sources:ident = $sources_text:literal,
+     $maglev:ident = $maglev_text:literal) => {
         #[map(name = $node_text)]
         pub(super) static $node: Array<Node<$family>> = Array::pinned(1, 0);
         #[map(name = $endpoint_text)]
@@ -191,6 +270,15 @@ macro_rules! family_maps {
         #[map(name = $fragment_text)]
         pub(super) static $fragment: LruHashMap<FragmentKey<$family>, FragmentPorts> =
             LruHashMap::pinned(FRAGMENTS, 0);
+        #[map(name = $range_text)]
+        pub(super) static $range: LpmTrie<$family, Range> =
+            LpmTrie::pinned(RANGES, BPF_F_NO_PREALLOC);
+        #[map(name = $sources_text)]
+        pub(super) static $sources: LpmTrie<Source<$family>, u32> =
+            LpmTrie::pinned(SOURCES, BPF_F_NO_PREALLOC);
+        #[map(name = $maglev_text)]
+        pub(super) static $maglev: HashMap<MaglevKey, MaglevBlock> =
+            HashMap::pinned(MAGLEV_BLOCKS, BPF_F_NO_PREALLOC);
     };
 }
 
@@ -209,7 +297,10 @@ family_maps!(
     FLOW = "flows_v4",
     REPLY = "replies_v4",
     AFFINITY = "affinity_v4",
-    FRAGMENT = "fragments_v4"
+    FRAGMENT = "fragments_v4",
+    RANGE = "ranges_v4",
+    SOURCES_OF = "sources_v4",
+    MAGLEV = "maglev_v4"
 );
 family_maps!(
     V6,
@@ -223,7 +314,10 @@ family_maps!(
     FLOW = "flows_v6",
     REPLY = "replies_v6",
     AFFINITY = "affinity_v6",
-    FRAGMENT = "fragments_v6"
+    FRAGMENT = "fragments_v6",
+    RANGE = "ranges_v6",
+    SOURCES_OF = "sources_v6",
+    MAGLEV = "maglev_v6"
 );
 
 /// What is known of the link with this index.
@@ -261,11 +355,11 @@ pub(crate) fn drop_packet(reason: DropReason) -> i32 {
     DROP
 }
 
-/// Goes on in the program that answers refused packets, and does not come back unless there is none.
+/// Goes on in another program, and does not come back unless that is not loaded.
 #[inline(always)]
-pub(crate) fn call_refuse(context: &TcContext) {
+pub(crate) fn call(context: &TcContext, place: u32) {
     // SAFETY: the program is of the same type as its caller.
-    let _ = unsafe { TAILS.tail_call(context, dataplane_common::TAIL_REFUSE) };
+    let _ = unsafe { TAILS.tail_call(context, place) };
 }
 
 #[inline(always)]

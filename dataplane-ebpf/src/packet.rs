@@ -4,8 +4,8 @@ use core::mem::MaybeUninit;
 
 use aya_ebpf::helpers::bpf_skb_load_bytes;
 use aya_ebpf::programs::TcContext;
-use dataplane_common::address::{TCP, UDP};
-use dataplane_common::packet::{FRAGMENT, LATER_FRAGMENT, Packet, WITH_PORTS};
+use dataplane_common::address::{ICMP, ICMPV6, TCP, UDP};
+use dataplane_common::packet::{Decision, FRAGMENT, LATER_FRAGMENT, Packet, WITH_PORTS};
 use dataplane_common::{Family, Port, V4, V6};
 
 pub(crate) const IPV4: u16 = 0x0800;
@@ -19,11 +19,22 @@ const MAX_EXTENSION_HEADERS: u32 = 4;
 
 /// A packet's headers and where they are.
 #[repr(C)]
+#[derive(Clone, Copy)]
 pub(crate) struct Parsed<A> {
     pub(crate) packet: Packet<A>,
     /// Offset of the transport header.
     pub(crate) transport: u32,
     pub(crate) valid: bool,
+}
+
+/// A packet on its way from one program to the next.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub(crate) struct Pending<A> {
+    /// Number of the `Hook` where the packet was met.
+    pub(crate) hook: u32,
+    pub(crate) parsed: Parsed<A>,
+    pub(crate) decision: Decision<A>,
 }
 
 /// Families that can be read off the wire.
@@ -41,6 +52,13 @@ pub(crate) fn ether_type(context: &TcContext) -> u16 {
 pub(crate) fn ifindex(context: &TcContext) -> u32 {
     // SAFETY: the context is valid for the program's run.
     unsafe { (*context.skb.skb).ifindex }
+}
+
+/// The link that the packet came in by; zero for packets of the node's own stack.
+#[inline(always)]
+pub(crate) fn came_in_by(context: &TcContext) -> u32 {
+    // SAFETY: the context is valid for the program's run.
+    unsafe { (*context.skb.skb).ingress_ifindex }
 }
 
 #[inline(always)]
@@ -90,6 +108,31 @@ fn read_ports<A>(context: &TcContext, parsed: &mut Parsed<A>) {
         PortHeader {
             source: header[0],
             destination: header[1],
+        }
+    } else if parsed.packet.protocol == ICMP || parsed.packet.protocol == ICMPV6 {
+        const REQUEST: u8 = 8;
+        const REPLY: u8 = 0;
+        const REQUEST_V6: u8 = 128;
+        const REPLY_V6: u8 = 129;
+        let Some(header) = load::<[u16; 3]>(context, parsed.transport) else {
+            parsed.valid = false;
+            return;
+        };
+        let kind = header[0].to_ne_bytes()[0];
+        let v6 = parsed.packet.protocol == ICMPV6;
+        if kind == (if v6 { REQUEST_V6 } else { REQUEST }) {
+            PortHeader {
+                source: header[2],
+                destination: 0,
+            }
+        } else if kind == (if v6 { REPLY_V6 } else { REPLY }) {
+            PortHeader {
+                source: 0,
+                destination: header[2],
+            }
+        } else {
+            parsed.packet.flags &= !WITH_PORTS;
+            return;
         }
     } else {
         let Some(header) = load::<PortHeader>(context, parsed.transport) else {
@@ -147,7 +190,9 @@ impl Headers for V4 {
         if fragment & OFFSET != 0 {
             parsed.packet.flags |= LATER_FRAGMENT;
         }
-        if fragment & OFFSET == 0 && (header.protocol == TCP || header.protocol == UDP) {
+        if fragment & OFFSET == 0
+            && (header.protocol == TCP || header.protocol == UDP || header.protocol == ICMP)
+        {
             parsed.packet.flags |= WITH_PORTS;
         }
         parsed
@@ -234,7 +279,7 @@ impl Headers for V6 {
         parsed.valid = true;
         parsed.transport = offset;
         parsed.packet.protocol = protocol;
-        if first && (protocol == TCP || protocol == UDP) {
+        if first && (protocol == TCP || protocol == UDP || protocol == ICMPV6) {
             parsed.packet.flags |= WITH_PORTS;
         }
         parsed

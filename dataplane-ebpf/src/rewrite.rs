@@ -3,7 +3,7 @@
 use aya_ebpf::bindings::{__sk_buff, BPF_F_MARK_MANGLED_0, BPF_F_PSEUDO_HDR, BPF_F_RECOMPUTE_CSUM};
 use aya_ebpf::helpers::{bpf_l3_csum_replace, bpf_l4_csum_replace, bpf_skb_store_bytes};
 use aya_ebpf::programs::TcContext;
-use dataplane_common::address::TCP;
+use dataplane_common::address::{ICMP, ICMPV6, TCP};
 use dataplane_common::checksum;
 use dataplane_common::packet::{Decision, LATER_FRAGMENT};
 use dataplane_common::{Family, V4, V6};
@@ -43,6 +43,17 @@ pub(crate) fn rewrite<A: Addresses>(
     let from = (packet.source_port, packet.destination_port);
     let to = (decision.source_port, decision.destination_port);
     let ports = checksum::port_difference(from, to);
+    if packet.protocol == ICMP || packet.protocol == ICMPV6 {
+        // One of each pair is zero, the other the identifier.
+        let identifier = to.0.0 | to.1.0;
+        let at = parsed.transport + 2;
+        // SAFETY: as below.
+        return unsafe {
+            (packet.protocol == ICMP
+                || bpf_l4_csum_replace(skb, at, 0, addresses as u64, BPF_F_PSEUDO_HDR as u64) == 0)
+                && bpf_l4_csum_replace(skb, at, 0, ports as u64, 0) == 0
+        } && store(skb, parsed.transport + 4, &identifier, 0);
+    }
     let (at, flags) = if packet.protocol == TCP {
         (parsed.transport + 16, 0)
     } else {

@@ -7,6 +7,7 @@ use std::net::{SocketAddr, UdpSocket};
 
 use anyhow::{Context, Result, ensure};
 use weir_agent::kernel::Limits;
+use weir_agent::kernel::PodPrograms as _;
 use weir_tests::prog::nodes::{
     Answer, Nodes, Pod, SERVER_PORT, exchange, inside, start_servers, tcp, udp,
 };
@@ -324,6 +325,7 @@ fn services_without_backends_and_unknown_ports_refuse_at_once() {
 fn connections_to_a_backend_that_vanished_are_reset() {
     cluster(|c| {
         use std::io::{Read, Write};
+        let mut streams = Vec::new();
         for vip in VIPS {
             let backend = if vip.contains(':') {
                 c.far.v6.clone()
@@ -337,10 +339,20 @@ fn connections_to_a_backend_that_vanished_are_reset() {
             stream.set_read_timeout(Some(std::time::Duration::from_secs(3)))?;
             let mut greeting = [0; 1024];
             ensure!(stream.read(&mut greeting)? > 0);
+            // The service may go: its connections go on.
             c.nodes.serve(vip, &[])?;
             stream.write_all(b"anybody there?")?;
+            ensure!(stream.read(&mut greeting)? > 0);
+            streams.push(stream);
+        }
+        let link = &c.far.link;
+        c.nodes.nodes[1]
+            .kernel
+            .detach_pod(link.ifindex, &link.addresses)?;
+        for mut stream in streams {
+            stream.write_all(b"anybody there?")?;
             let error = stream
-                .read(&mut greeting)
+                .read(&mut [0; 1024])
                 .err()
                 .context("somebody answered")?;
             ensure!(

@@ -3,3 +3,4 @@
 pub mod peers;
 pub mod routes;
 pub mod services;
+pub mod surroundings;

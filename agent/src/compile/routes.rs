@@ -66,8 +66,6 @@ pub struct Input<'a> {
     pub service_cidrs: &'a [String],
     /// Interface index of the host link.
     pub host_link: u32,
-    /// Sources that the dataplane puts on packets of the node to itself; their replies go back over the host link.
-    pub host_link_addresses: &'a [IpAddr],
     /// Interface index of the overlay's device, where there is one.
     pub overlay_link: Option<u32>,
     pub pods: &'a [LocalPod],
@@ -132,9 +130,6 @@ pub fn routes(input: &Input<'_>) -> Compiled {
     }
     for cidr in parse("service range", input.service_cidrs, problems) {
         routes.insert(cidr, over_host_link(input, cidr.ip()));
-    }
-    for address in input.host_link_addresses {
-        routes.insert(IpNetwork::from(*address), over_host_link(input, *address));
     }
     for pod in input.pods {
         let source = source_for(input.node_ips, pod.address);

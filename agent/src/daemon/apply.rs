@@ -296,6 +296,7 @@ fn route_pass(
         &present,
     )?;
     let pods = attachments.local_pods(&present);
+    base.set_surroundings(&mut netlink, state)?;
     let Compiled {
         routes: wanted,
         tunnels,
@@ -306,10 +307,6 @@ fn route_pass(
         nodes: &state.nodes,
         service_cidrs: &state.config.service_cidrs,
         host_link: links.host_link,
-        host_link_addresses: &[
-            IpAddr::from(dataplane_common::HOST_SNAT_V4),
-            IpAddr::from(dataplane_common::HOST_SNAT_V6),
-        ],
         overlay_link: links.overlay,
         pods: &pods,
         reach: &reach,

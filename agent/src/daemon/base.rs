@@ -2,11 +2,14 @@
 //! Made at start, and made again when somebody takes it away.
 
 use std::collections::BTreeMap;
+use std::net::IpAddr;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use anyhow::Result;
+use control_api::desired::DesiredState;
 use weir_agent::compile::peers;
+use weir_agent::compile::surroundings::{Choices, surroundings};
 use weir_agent::config::Config;
 use weir_agent::kernel::{self, Kernel};
 use weir_agent::netlink::{Netlink, base, overlay};
@@ -64,6 +67,23 @@ impl Base {
             base::ensure_host_link(netlink, mtu)?;
         }
         Ok(changed)
+    }
+
+    /// Tells the dataplane of the nodes' addresses and of the ranges of pods and services.
+    pub(super) fn set_surroundings(
+        &self,
+        netlink: &mut Netlink,
+        state: &DesiredState,
+    ) -> Result<()> {
+        let own: Vec<IpAddr> = netlink
+            .addresses()?
+            .into_iter()
+            .map(|(_, address)| address)
+            .filter(|address| !is_link_scope(*address))
+            .collect();
+        let choices = Choices::default();
+        let wanted = surroundings(state, &self.config.node_name, &own, &choices);
+        Ok(self.kernel.set_surroundings(&wanted)?)
     }
 
     /// Compares what is with what was put in place, and repairs. Cheap when nothing changed.
@@ -127,4 +147,13 @@ impl Base {
             Err(e) => Err(e.into()),
         }
     }
+}
+
+/// Loopback and link-local addresses mean another node on every node.
+fn is_link_scope(address: IpAddr) -> bool {
+    address.is_loopback()
+        || match address {
+            IpAddr::V4(v4) => v4.is_link_local(),
+            IpAddr::V6(v6) => v6.is_unicast_link_local(),
+        }
 }

@@ -11,7 +11,7 @@ pub struct Limits {
     pub frontends: u32,
     /// Places of backends in services, per address family.
     pub slots: u32,
-    /// Pods of this node per address family.
+    /// Pods of this node and addresses of all nodes, per address family.
     pub endpoints: u32,
 }
 
@@ -30,7 +30,7 @@ impl Default for Limits {
             flows: 262_144,
             frontends: 65_536,
             slots: 262_144,
-            endpoints: 1_024,
+            endpoints: 16_384,
         }
     }
 }

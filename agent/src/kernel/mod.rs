@@ -21,6 +21,7 @@ use control_api::desired::{Changes, DesiredState};
 use dataplane_common::reason::{DropReason, Event, SocketEvent};
 
 pub use crate::compile::services::NodeIdentity;
+use crate::compile::surroundings::Surroundings;
 pub use cgroup::namespace_cookie;
 pub use limits::Limits;
 pub use programs::{Program, SocketError, SocketHook, TestRun, default_cgroup};
@@ -275,6 +276,15 @@ impl Kernel {
         lock(&self.programs).socket_entries()
     }
 
+    /// Makes the tables of node addresses and address ranges equal to what surrounds the node. Safe to repeat; costs what
+    /// changed, and a walk over both tables.
+    ///
+    /// # Errors
+    /// [`KernelError`] when a table cannot be read or changed.
+    pub fn set_surroundings(&self, wanted: &Surroundings) -> Result<(), KernelError> {
+        lock(&self.programs).set_surroundings(wanted)
+    }
+
     /// Makes the service maps equal to the desired state. Compares only what `changes` names; the first call must say
     /// `everything`, and nothing is removed before it.
     ///
@@ -287,6 +297,7 @@ impl Kernel {
     ) -> Result<ApplyReport, KernelError> {
         let report = lock(&self.services).apply(desired, changes)?;
         if report.changed > 0 {
+            lock(&self.programs).next_generation()?;
             lock(&self.collector).hurry();
         }
         Ok(report)

@@ -13,12 +13,16 @@ use std::time::Duration;
 use aya::maps::ProgramArray;
 use aya::programs::{ProgramInfo, SchedClassifier, TestRun as _, TestRunOptions};
 use aya::{Ebpf, EbpfLoader};
-use dataplane_common::layout::{ENDPOINT_NODE, Endpoint, Link, Node};
-use dataplane_common::{HOST_SNAT_V4, HOST_SNAT_V6, TAIL_REFUSE, V4, V6};
+use dataplane_common::layout::{
+    ENDPOINT_NODE, ENDPOINT_PEER, Endpoint, Link, Node, Range, RangeKey,
+};
+use dataplane_common::{V4, V6, tail};
+use ipnetwork::IpNetwork;
 
 use super::services::{Wire, open};
 use super::table::{Plain, Table};
 use super::{KernelError, Limits, ProgramSize};
+use crate::compile::surroundings::Surroundings;
 
 use pins::Pins;
 pub(super) use pins::cleanup;
@@ -34,12 +38,34 @@ pub enum Program {
     FromPod,
     ToPod,
     FromNetwork,
-    /// On no hook: the end of another program, for packets that are refused.
+    ToNetwork,
+    /// On the loopback link: the node's own processes to its own addresses.
+    FromSelf,
+    /// From here on: on no hook, but the end of others.
+    FromPodV6,
+    FromNetworkV6,
+    OpenV4,
+    OpenV6,
+    ActV4,
+    ActV6,
     Refuse,
 }
 
 impl Program {
-    pub const ALL: [Self; 4] = [Self::FromPod, Self::ToPod, Self::FromNetwork, Self::Refuse];
+    pub const ALL: [Self; 12] = [
+        Self::FromPod,
+        Self::ToPod,
+        Self::FromNetwork,
+        Self::ToNetwork,
+        Self::FromSelf,
+        Self::FromPodV6,
+        Self::FromNetworkV6,
+        Self::OpenV4,
+        Self::OpenV6,
+        Self::ActV4,
+        Self::ActV6,
+        Self::Refuse,
+    ];
 
     /// Name in the object, in pins and in `bpftool prog`.
     #[must_use]
@@ -48,7 +74,31 @@ impl Program {
             Self::FromPod => "from_pod",
             Self::ToPod => "to_pod",
             Self::FromNetwork => "from_network",
+            Self::ToNetwork => "to_network",
+            Self::FromSelf => "from_self",
+            Self::FromPodV6 => "from_pod_v6",
+            Self::FromNetworkV6 => "from_network_v6",
+            Self::OpenV4 => "open_v4",
+            Self::OpenV6 => "open_v6",
+            Self::ActV4 => "act_v4",
+            Self::ActV6 => "act_v6",
             Self::Refuse => "refuse",
+        }
+    }
+
+    /// Place among the programs that others end in; none for those that sit on a hook.
+    fn tail(self) -> Option<u32> {
+        match self {
+            Self::FromPod | Self::ToPod | Self::FromNetwork | Self::ToNetwork | Self::FromSelf => {
+                None
+            }
+            Self::FromPodV6 => Some(tail::FROM_POD_V6),
+            Self::FromNetworkV6 => Some(tail::FROM_NETWORK_V6),
+            Self::OpenV4 => Some(tail::OPEN_V4),
+            Self::OpenV6 => Some(tail::OPEN_V6),
+            Self::ActV4 => Some(tail::ACT_V4),
+            Self::ActV6 => Some(tail::ACT_V6),
+            Self::Refuse => Some(tail::REFUSE),
         }
     }
 
@@ -84,6 +134,8 @@ pub(super) struct Programs {
     node_v4: Table<u32, Node<V4>>,
     node_v6: Table<u32, Node<V6>>,
     sockets: SocketMaps,
+    ranges_v4: Table<RangeKey<V4>, Range>,
+    ranges_v6: Table<RangeKey<V6>, Range>,
 }
 
 impl fmt::Debug for Programs {
@@ -135,6 +187,8 @@ impl Programs {
             node_v4: open(maps, "node_v4")?,
             node_v6: open(maps, "node_v6")?,
             sockets: SocketMaps::open(maps)?,
+            ranges_v4: open(maps, "ranges_v4")?,
+            ranges_v6: open(maps, "ranges_v6")?,
             ebpf,
             pins,
         };
@@ -148,17 +202,36 @@ impl Programs {
         self.pins.maps()
     }
 
-    /// Enters the node's own addresses, and forgets those it had before.
+    /// Enters the node's own addresses; the first of each family is the source of translated packets.
     pub(super) fn set_node_addresses(&self, addresses: &[IpAddr]) -> Result<(), KernelError> {
-        set_addresses(&self.endpoints_v4, addresses)?;
-        set_addresses(&self.endpoints_v6, addresses)?;
+        change(&self.node_v4, |node| node.address = first(addresses))?;
+        change(&self.node_v6, |node| node.address = first(addresses))?;
+        let own = addresses
+            .iter()
+            .map(|address| (*address, ENDPOINT_NODE))
+            .collect();
+        set_addresses(&self.endpoints_v4, &own, ENDPOINT_NODE)?;
+        set_addresses(&self.endpoints_v6, &own, ENDPOINT_NODE)
+    }
+
+    /// Makes the tables of addresses and ranges equal to what surrounds the node.
+    pub(super) fn set_surroundings(&self, wanted: &Surroundings) -> Result<(), KernelError> {
+        const NODES: u32 = ENDPOINT_NODE | ENDPOINT_PEER;
+        set_addresses(&self.endpoints_v4, &wanted.addresses, NODES)?;
+        set_addresses(&self.endpoints_v6, &wanted.addresses, NODES)?;
+        set_ranges(&self.ranges_v4, &wanted.ranges)?;
+        set_ranges(&self.ranges_v6, &wanted.ranges)?;
+        change(&self.node_v4, |node| wanted.enter(node))?;
+        change(&self.node_v6, |node| wanted.enter(node))
+    }
+
+    /// Has direct flows compared with the frontends again, since those changed.
+    pub(super) fn next_generation(&self) -> Result<(), KernelError> {
         change(&self.node_v4, |node| {
-            node.address = first(addresses);
-            node.host_source = V4::new(HOST_SNAT_V4);
+            node.generation = node.generation.wrapping_add(1);
         })?;
         change(&self.node_v6, |node| {
-            node.address = first(addresses);
-            node.host_source = V6::new(HOST_SNAT_V6);
+            node.generation = node.generation.wrapping_add(1);
         })
     }
 
@@ -208,19 +281,29 @@ impl Programs {
 
     /// Enters the programs that others end in. Those of an earlier agent are replaced one by one, without a gap.
     fn set_tails(&mut self) -> Result<(), KernelError> {
-        let failed = |source| KernelError::Program {
-            program: Program::Refuse.name(),
-            source,
-        };
-        let program = classifier(&mut self.ebpf, Program::Refuse).map_err(|e| failed(e.into()))?;
-        let fd = program.fd().map_err(|e| failed(e.into()))?;
-        let fd = fd.try_clone().map_err(|e| failed(e.into()))?;
+        for program in Program::ALL {
+            if let Some(place) = program.tail() {
+                self.set_tail(program, place)
+                    .map_err(|source| KernelError::Program {
+                        program: program.name(),
+                        source,
+                    })?;
+            }
+        }
+        Ok(())
+    }
+
+    fn set_tail(
+        &mut self,
+        program: Program,
+        place: u32,
+    ) -> Result<(), Box<dyn std::error::Error + Send + Sync>> {
+        let fd = classifier(&mut self.ebpf, program)?.fd()?.try_clone()?;
         let map = self
             .ebpf
             .map_mut("tails")
-            .ok_or_else(|| failed("the object has no map tails".into()))?;
-        let mut tails = ProgramArray::try_from(map).map_err(|e| failed(e.into()))?;
-        tails.set(TAIL_REFUSE, &fd, 0).map_err(|e| failed(e.into()))
+            .ok_or("the object has no map tails")?;
+        Ok(ProgramArray::try_from(map)?.set(place, &fd, 0)?)
     }
 
     /// Pins the programs for tools; links keep them alive by themselves.
@@ -296,9 +379,11 @@ fn first<A: Wire + Default>(addresses: &[IpAddr]) -> A {
         .unwrap_or_default()
 }
 
+/// Enters addresses of nodes with these flags, and forgets others that have one of the flags in `kinds`.
 fn set_addresses<A: Wire + Plain + Ord>(
     endpoints: &Table<A, Endpoint>,
-    addresses: &[IpAddr],
+    addresses: &BTreeMap<IpAddr, u32>,
+    kinds: u32,
 ) -> Result<(), KernelError> {
     let failed = |attempted| {
         move |source| KernelError::Map {
@@ -307,25 +392,71 @@ fn set_addresses<A: Wire + Plain + Ord>(
             source,
         }
     };
-    let own: Vec<A> = addresses
+    let wanted: BTreeMap<A, u32> = addresses
         .iter()
-        .filter_map(|address| A::from_address(*address))
+        .filter_map(|(address, flags)| Some((A::from_address(*address)?, *flags)))
         .collect();
+    let mut present = BTreeMap::new();
     for (address, endpoint) in endpoints.entries().map_err(failed("read"))? {
-        if endpoint.flags & ENDPOINT_NODE != 0 && !own.contains(&address) {
+        if endpoint.flags & kinds != 0 && !wanted.contains_key(&address) {
             endpoints
                 .remove(&address)
                 .map_err(failed("remove a node address from"))?;
         }
+        present.insert(address, endpoint.flags);
     }
-    for address in own {
+    for (address, flags) in wanted {
+        if present.get(&address) == Some(&flags) {
+            continue;
+        }
         let endpoint = Endpoint {
-            flags: ENDPOINT_NODE,
+            flags,
             ..Endpoint::default()
         };
         endpoints
             .put(&address, &endpoint)
             .map_err(failed("add a node address to"))?;
+    }
+    Ok(())
+}
+
+/// Enters these ranges, and forgets others. New ones first: an address is never without its range meanwhile.
+fn set_ranges<A: Wire + Plain + Ord>(
+    table: &Table<RangeKey<A>, Range>,
+    ranges: &BTreeMap<IpNetwork, Range>,
+) -> Result<(), KernelError>
+where
+    RangeKey<A>: Plain,
+{
+    let failed = |attempted| {
+        move |source| KernelError::Map {
+            attempted,
+            map: table.name,
+            source,
+        }
+    };
+    let wanted: BTreeMap<RangeKey<A>, Range> = ranges
+        .iter()
+        .filter_map(|(network, range)| {
+            let key = RangeKey {
+                prefix_bits: network.prefix().into(),
+                address: A::from_address(network.network())?,
+            };
+            Some((key, *range))
+        })
+        .collect();
+    let present: BTreeMap<_, _> = table
+        .entries()
+        .map_err(failed("read"))?
+        .into_iter()
+        .collect();
+    for (key, range) in &wanted {
+        if present.get(key) != Some(range) {
+            table.put(key, range).map_err(failed("add a range to"))?;
+        }
+    }
+    for key in present.keys().filter(|key| !wanted.contains_key(key)) {
+        table.remove(key).map_err(failed("remove a range from"))?;
     }
     Ok(())
 }

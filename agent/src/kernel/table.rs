@@ -9,8 +9,8 @@ use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
 
 use dataplane_common::layout::{
-    Affinity, AffinityKey, Backend, Endpoint, Flow, FlowKey, Frontend, FrontendKey, Link, Node,
-    SlotKey,
+    Affinity, AffinityKey, Backend, Endpoint, Flow, FlowKey, Frontend, FrontendKey, Link,
+    MaglevBlock, MaglevKey, Node, Range, RangeKey, SlotKey, SourceRangeKey,
 };
 use dataplane_common::socket::{
     Connection, Cookie, DestinationKey, Namespace, Place, SocketFlow, SourceKey, UseKey,
@@ -73,6 +73,15 @@ plain!(
     AffinityKey<V4>,
     AffinityKey<V6>,
     Affinity
+);
+plain!(
+    RangeKey<V4>,
+    RangeKey<V6>,
+    Range,
+    SourceRangeKey<V4>,
+    SourceRangeKey<V6>,
+    MaglevKey,
+    MaglevBlock
 );
 
 plain!(

@@ -19,6 +19,9 @@ pub trait Family: Copy + Eq + Hash + Ord + Default + Debug + 'static {
 
     /// Valid on one link only, a group, or unspecified: such packets belong to the stack, never to a fast path.
     fn is_link_scope(&self) -> bool;
+
+    /// Stays inside one network stack.
+    fn is_loopback(&self) -> bool;
 }
 
 /// An IPv4 address, bytes in network order.
@@ -84,6 +87,11 @@ impl V6 {
 }
 
 impl Family for V4 {
+    #[inline(always)]
+    fn is_loopback(&self) -> bool {
+        u32::from_be(self.0) >> 24 == 127
+    }
+
     const WORDS: usize = 1;
 
     #[inline(always)]
@@ -100,6 +108,11 @@ impl Family for V4 {
 }
 
 impl Family for V6 {
+    #[inline(always)]
+    fn is_loopback(&self) -> bool {
+        (self.0[0] | self.0[1] | self.0[2]) == 0 && u32::from_be(self.0[3]) == 1
+    }
+
     const WORDS: usize = 4;
 
     #[inline(always)]

@@ -1,7 +1,7 @@
 //! The life of a flow: what its TCP flags say, how long it may be idle, and whether it may be used again.
 
 use crate::address::{Family, TCP};
-use crate::layout::{Flow, FlowKey, backend_state};
+use crate::layout::{FLOW_SERVICE, Flow, FlowKey, backend_state};
 use crate::packet::{Packet, tcp};
 
 /// Idle seconds after which a flow is over.
@@ -164,27 +164,40 @@ impl<A: Family> Flow<A> {
             || backend_state::kind(state) == backend_state::ABSENT
     }
 
-    /// True when no packet will use this flow again, so that its memory may go. `state` as for [`Flow::is_orphaned`].
+    /// True when no packet will use this flow again, so that its memory may go: its time is over, or its service led it to
+    /// a backend that is no more, and it is no connection, which would go on. `state` as for [`Flow::is_orphaned`].
     #[inline(always)]
     #[must_use]
     pub fn is_over(&self, state: u32, now_s: u32, pressure: bool) -> bool {
-        self.is_expired(now_s, pressure) || self.is_orphaned(state)
+        let abandoned = self.flags & FLOW_SERVICE != 0
+            && self.protocol != TCP as u32
+            && self.is_orphaned(state);
+        abandoned || self.is_expired(now_s, pressure)
     }
 
-    /// Whether a client's packet may use this flow. `backend_state` is the present word of the flow's backend id.
+    /// Whether a client's packet may use this flow. `state` is the present word of the flow's backend id.
+    ///
+    /// A backend that leaves its service keeps the TCP connections it has, as with kube-proxy, and gets neither new ones
+    /// nor datagrams. Connections to a pod that has gone are reset by the node that had it.
     #[inline(always)]
     #[must_use]
     pub fn fitness(&self, packet: &Packet<A>, state: u32, now_s: u32) -> Fitness {
-        let kind = backend_state::kind(state);
-        let gone = self.is_orphaned(state);
-        // A draining backend keeps its connections, and gets neither new ones nor datagrams.
-        let retiring = kind == backend_state::DRAINING && (!packet.is_tcp() || packet.opens());
+        let left = self.flags & FLOW_SERVICE != 0
+            && (self.is_orphaned(state) || backend_state::kind(state) == backend_state::DRAINING);
+        let connected = packet.is_tcp() && !packet.opens();
         let over = packet.opens() && self.is_closing();
-        if gone || retiring || over || self.is_expired(now_s, false) {
+        if (left && !connected) || over || self.is_expired(now_s, false) {
             Fitness::Renew
         } else {
             Fitness::Usable
         }
+    }
+
+    /// True when [`Self::note_client`] would write.
+    #[inline(always)]
+    #[must_use]
+    pub fn is_news_of_client(&self, flags: u8, now_s: u32) -> bool {
+        self.client_seen_s != now_s || self.client_flags != noted(self.client_flags, flags, now_s)
     }
 
     /// Notes a packet of the client. True when this is the first in its second.

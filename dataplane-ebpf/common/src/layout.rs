@@ -4,6 +4,7 @@
 //! to copy bytes that were never written.
 
 use crate::address::{Family, Port, V4, V6};
+use crate::packet::Packet;
 
 /// A connection as one side writes it on the wire. Key of the flow table (as the client writes it) and of the reply
 /// table (as the backend answers it).
@@ -45,17 +46,38 @@ pub struct Flow<A> {
     pub client_flags: u32,
     pub server_flags: u32,
     pub protocol: u32,
+    /// [`FLOW_SERVICE`] and its siblings.
+    pub flags: u32,
+    /// [`Node::generation`] when a direct flow was last compared with the frontends.
+    pub generation: u32,
 }
 
-/// Service address and port. `scope` leaves room for traffic policies (an external view of the same port).
+/// The flow goes through a service port; without it client and backend talk to each other directly.
+pub const FLOW_SERVICE: u32 = 1;
+/// Nothing in its packets changes.
+pub const FLOW_PLAIN: u32 = 2;
+/// The source became the node's address.
+pub const FLOW_MASQUERADED: u32 = 4;
+/// Opened by a client outside the node.
+pub const FLOW_INBOUND: u32 = 8;
+
+/// Service address and port. The address is all zero for ports that every node address serves (NodePorts, hostPorts
+/// without an address of their own). Port and protocol are zero for an address that serves no other ports: echo requests
+/// to it are answered, everything else is refused.
 #[repr(C)]
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Default, Debug)]
 pub struct FrontendKey<A> {
     pub address: A,
     pub port: Port,
     pub protocol: u8,
+    /// [`SCOPE_ALL`] or [`SCOPE_EXTERNAL`].
     pub scope: u8,
 }
+
+/// Seen by every client, unless [`FRONTEND_EXTERNAL_SCOPE`] leads those outside the cluster elsewhere.
+pub const SCOPE_ALL: u8 = 0;
+/// Seen by clients outside the cluster.
+pub const SCOPE_EXTERNAL: u8 = 1;
 
 /// A service port.
 #[repr(C)]
@@ -68,8 +90,85 @@ pub struct Frontend {
     pub flags: u32,
     /// Seconds; zero means no affinity.
     pub affinity_s: u32,
+    /// [`ALGORITHM_RANDOM`] or [`ALGORITHM_MAGLEV`].
     pub algorithm: u32,
 }
+
+/// Clients outside the cluster have an entry of their own under [`SCOPE_EXTERNAL`].
+pub const FRONTEND_EXTERNAL_SCOPE: u32 = 1;
+/// Clients outside the cluster keep their address: their backends are on this node.
+pub const FRONTEND_KEEP_SOURCE: u32 = 2;
+/// Without a usable backend packets are dropped in silence instead of being refused: there are backends elsewhere.
+pub const FRONTEND_DROP_EMPTY: u32 = 4;
+/// Sources must be in the table of source ranges.
+pub const FRONTEND_RANGES: u32 = 8;
+/// Backends on other nodes answer the client themselves.
+pub const FRONTEND_DSR: u32 = 16;
+
+/// Any backend, with equal chances.
+pub const ALGORITHM_RANDOM: u32 = 0;
+/// Clients outside the cluster get the backend that a table names for their 5-tuple, the same on every node.
+pub const ALGORITHM_MAGLEV: u32 = 1;
+
+/// A block of a service's Maglev table; the value holds [`MAGLEV_BLOCK`] backend ids.
+#[repr(C)]
+#[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Default, Debug)]
+pub struct MaglevKey {
+    pub service_id: u32,
+    pub block: u32,
+}
+
+/// Backend ids of a block; zero names none.
+#[repr(C)]
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct MaglevBlock {
+    pub backends: [u32; MAGLEV_BLOCK as usize],
+}
+
+/// Places in a service's Maglev table: a prime, as the construction asks for.
+pub const MAGLEV_SIZE: u32 = 4_093;
+/// Places in one block.
+pub const MAGLEV_BLOCK: u32 = 64;
+
+/// A source range of a service, for a longest prefix match.
+#[repr(C)]
+#[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Default, Debug)]
+pub struct SourceRangeKey<A> {
+    /// Bits that count: 32 for the service's id, and those of the range.
+    pub prefix_bits: u32,
+    pub service_id: u32,
+    pub address: A,
+}
+
+/// An address range, for a longest prefix match.
+#[repr(C)]
+#[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Default, Debug)]
+pub struct RangeKey<A> {
+    pub prefix_bits: u32,
+    pub address: A,
+}
+
+/// What is known of an address range.
+#[repr(C)]
+#[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
+pub struct Range {
+    /// [`RANGE_EXEMPT`] and its siblings.
+    pub flags: u32,
+    /// VXLAN network identifier, for [`RANGE_OVERLAY`].
+    pub network: u32,
+    /// The other node, for [`RANGE_OVERLAY`]; all zero when it is reached over the other family.
+    pub remote_v4: V4,
+    pub remote_v6: V6,
+}
+
+/// Pods keep their address on the way there.
+pub const RANGE_EXEMPT: u32 = 1;
+/// The pods of this node: an address without an endpoint is nobody, and senders are told so.
+pub const RANGE_OWN: u32 = 2;
+/// Reached through the overlay.
+pub const RANGE_OVERLAY: u32 = 4;
+/// Addresses of services: one without a frontend is nobody, and senders are told so.
+pub const RANGE_SERVICE: u32 = 8;
 
 /// Place of a backend in a service. The value is the backend's id.
 #[repr(C)]
@@ -169,13 +268,13 @@ pub struct FragmentPorts {
     pub destination_port: Port,
 }
 
-/// An address that lives on this node.
+/// An address that lives on this node, or that another node has.
 #[repr(C)]
 #[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
 pub struct Endpoint {
-    /// Host side of the pod's link; zero for the node's own addresses.
+    /// Host side of the pod's link; zero for addresses of nodes.
     pub ifindex: u32,
-    /// [`ENDPOINT_NODE`] or [`ENDPOINT_READY`].
+    /// [`ENDPOINT_NODE`], [`ENDPOINT_READY`] or [`ENDPOINT_PEER`], and [`ENDPOINT_NODE_PORTS`].
     pub flags: u32,
     pub pod_mac: [u8; 6],
     pub host_mac: [u8; 6],
@@ -185,6 +284,10 @@ pub struct Endpoint {
 pub const ENDPOINT_NODE: u32 = 1;
 /// The pod's link has its programs: packets may be put into it directly.
 pub const ENDPOINT_READY: u32 = 2;
+/// An address of another node.
+pub const ENDPOINT_PEER: u32 = 4;
+/// NodePorts are served on this address of a node.
+pub const ENDPOINT_NODE_PORTS: u32 = 8;
 
 /// What a program needs to know of the link it runs on.
 #[repr(C)]
@@ -209,8 +312,6 @@ pub const LINK_HAS_V6: u32 = 8;
 pub struct Node<A> {
     /// Primary address; all zero when the node has none of this family.
     pub address: A,
-    /// [`crate::HOST_SNAT_V4`] or its sibling.
-    pub host_source: A,
     /// Peer of the host link, where its program sits; zero while there is none.
     pub host_peer_ifindex: u32,
     /// The side of the host link that has the routes.
@@ -219,7 +320,19 @@ pub struct Node<A> {
     pub peer_mac: [u8; 6],
     /// First uplink; zero while there is none.
     pub uplink_ifindex: u32,
+    /// [`NODE_MASQUERADE`].
+    pub flags: u32,
+    /// Counts changes of the frontends: direct flows of an earlier one are compared with them again.
+    pub generation: u32,
+    /// The NodePort range, which translation gives to no source. Host order.
+    pub node_port_first: u16,
+    pub node_port_last: u16,
+    /// The overlay's device; zero while there is none.
+    pub overlay_ifindex: u32,
 }
+
+/// Pods get the node's address on their way out of the cluster.
+pub const NODE_MASQUERADE: u32 = 1;
 
 macro_rules! assert_layout {
     ($($layout:ty = $size:literal),+ $(,)?) => {
@@ -229,12 +342,28 @@ macro_rules! assert_layout {
 
 assert_layout! {
     AffinityKey<V4> = 8, AffinityKey<V6> = 20, Affinity = 12, FragmentKey<V4> = 16, FragmentKey<V6> = 40,
-    FlowKey<V4> = 16, FlowKey<V6> = 40, Flow<V4> = 56, Flow<V6> = 80, FrontendKey<V4> = 8, FrontendKey<V6> = 20,
-    Frontend = 24, SlotKey = 8, Backend<V4> = 12, Backend<V6> = 24, Endpoint = 20, Link = 24, Node<V4> = 32,
-    Node<V6> = 56,
+    FlowKey<V4> = 16, FlowKey<V6> = 40, Flow<V4> = 64, Flow<V6> = 88, FrontendKey<V4> = 8, FrontendKey<V6> = 20,
+    Frontend = 24, SlotKey = 8, Backend<V4> = 12, Backend<V6> = 24, Endpoint = 20, Link = 24, Node<V4> = 44,
+    Node<V6> = 56, MaglevKey = 8, MaglevBlock = 256, SourceRangeKey<V4> = 12, SourceRangeKey<V6> = 24, RangeKey<V4> = 8,
+    RangeKey<V6> = 20, Range = 28,
 }
 
 impl<A: Family> FlowKey<A> {
+    /// The same number on every node for the same 5-tuple.
+    #[inline(always)]
+    #[must_use]
+    pub fn hash(&self) -> u32 {
+        let ports = (self.source_port.0 as u32) << 16 | self.destination_port.0 as u32;
+        let mut hash = mix(ports ^ self.protocol);
+        let mut index = 0;
+        while index < A::WORDS {
+            hash = mix(hash ^ self.source.word(index));
+            hash = mix(hash.rotate_left(5) ^ self.destination.word(index));
+            index += 1;
+        }
+        hash
+    }
+
     /// The same connection as the other side writes it.
     #[inline(always)]
     #[must_use]
@@ -245,6 +374,42 @@ impl<A: Family> FlowKey<A> {
             source_port: self.destination_port,
             destination_port: self.source_port,
             protocol: self.protocol,
+        }
+    }
+}
+
+/// Spreads the bits of a word over all of it.
+#[inline(always)]
+const fn mix(word: u32) -> u32 {
+    let word = (word ^ (word >> 16)).wrapping_mul(0x7feb_352d);
+    let word = (word ^ (word >> 15)).wrapping_mul(0x846c_a68b);
+    word ^ (word >> 16)
+}
+
+impl<A: Family> Flow<A> {
+    /// A flow from a packet's source straight to its destination, as it is when it begins. Times in seconds of the
+    /// monotonic clock.
+    #[inline(always)]
+    #[must_use]
+    pub fn of_packet(packet: &Packet<A>, now_s: u32) -> Self {
+        Self {
+            backend: packet.destination,
+            source: packet.source,
+            backend_port: packet.destination_port,
+            source_port: packet.source_port,
+            backend_id: 0,
+            backend_state: 0,
+            service_id: 0,
+            policy_generation: 0,
+            policy_verdict: 0,
+            created_s: now_s,
+            client_seen_s: now_s,
+            server_seen_s: 0,
+            client_flags: crate::flow::noted(0, packet.tcp_flags, now_s),
+            server_flags: 0,
+            protocol: packet.protocol as u32,
+            flags: 0,
+            generation: 0,
         }
     }
 }

@@ -12,6 +12,7 @@ pub mod checksum;
 pub mod collect;
 pub mod flow;
 pub mod layout;
+mod open;
 pub mod packet;
 pub mod path;
 pub mod reason;
@@ -27,14 +28,7 @@ pub use address::{Family, Port, V4, V6};
 pub use tables::Tables;
 
 /// Part of the pin path: a layout that changes takes a new number, so that programs never read maps of another shape.
-pub const ABI_VERSION: u32 = 1;
-
-/// Source that a backend on the node itself sees when the client is a process of the same node: the node's own
-/// address would come in as a martian. Routed back over the host link.
-pub const HOST_SNAT_V4: [u8; 4] = [169, 254, 1, 2];
-
-/// As [`HOST_SNAT_V4`], for IPv6.
-pub const HOST_SNAT_V6: [u8; 16] = [0xfe, 0x80, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 2];
+pub const ABI_VERSION: u32 = 2;
 
 /// First port that translation gives to a source. Above Linux' default range for clients, so that a translated flow
 /// and a socket of the same address do not meet.
@@ -43,8 +37,22 @@ pub const SNAT_PORT_FIRST: u16 = 61_000;
 /// How many ports follow [`SNAT_PORT_FIRST`], itself included.
 pub const SNAT_PORT_COUNT: u16 = 4_536;
 
-/// Place of the program that answers refused packets among those that are called at the end of another.
-pub const TAIL_REFUSE: u32 = 0;
+/// Places of programs that are called at the end of another.
+pub mod tail {
+    /// Answers refused packets.
+    pub const REFUSE: u32 = 0;
+    /// The IPv6 halves of the hooks.
+    pub const FROM_POD_V6: u32 = 1;
+    pub const FROM_NETWORK_V6: u32 = 2;
+    /// Packets without a flow.
+    pub const OPEN_V4: u32 = 3;
+    pub const OPEN_V6: u32 = 4;
+    /// Carry out what was decided for them.
+    pub const ACT_V4: u32 = 5;
+    pub const ACT_V6: u32 = 6;
+    /// How many places there are.
+    pub const COUNT: u32 = 32;
+}
 
 /// How many source ports a new flow tries before it is dropped (`source_ports_exhausted`).
 pub const MAX_PORT_ATTEMPTS: u32 = 8;

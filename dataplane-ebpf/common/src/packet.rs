@@ -30,7 +30,8 @@ pub struct Packet<A> {
     pub identification: u32,
 }
 
-/// The packet carries the ports of TCP or UDP.
+/// The packet carries the ports of TCP or UDP, or the identifier of an echo: as the source port of a request, and the
+/// destination port of a reply.
 pub const WITH_PORTS: u16 = 1;
 /// Part of a datagram.
 pub const FRAGMENT: u16 = 2;
@@ -90,6 +91,8 @@ pub enum Action {
     Network,
     /// To a process of this node, over the host link.
     Host,
+    /// Not decided yet: no flow has this packet, see [`crate::path::open`].
+    Open,
 }
 
 /// What translation did.

@@ -1,24 +1,51 @@
-//! The decisions, one per hook. Each reads as the packet's path: who sent it, which flow or service it belongs to,
-//! where it goes.
+//! The decisions, one per hook. Each reads as the packet's path: who sent it, which flow it belongs to, where it goes.
+//! A packet that belongs to no flow yet is for [`open`](crate::open), which runs as a program of its own.
 
 use crate::address::{Family, ICMPV6, Port, V4, V6};
 use crate::flow::Fitness;
 use crate::layout::{
-    ENDPOINT_NODE, ENDPOINT_READY, Endpoint, Flow, FlowKey, FragmentKey, FragmentPorts,
-    LINK_HAS_V4, LINK_HAS_V6, LINK_HOST, Link,
+    ENDPOINT_NODE, ENDPOINT_PEER, ENDPOINT_READY, Endpoint, FLOW_PLAIN, FLOW_SERVICE, Flow,
+    FragmentKey, FragmentPorts, LINK_HAS_V4, LINK_HAS_V6, LINK_HOST, Link,
 };
 use crate::packet::{Action, Decision, FRAGMENT, Packet, Translation, WITH_PORTS};
 use crate::reason::{DropReason, Event};
-use crate::service;
 use crate::tables::{Inserted, Tables};
 
-/// Who sent a packet that may open a flow.
+pub use crate::open::open;
+
+/// Where a packet was met.
 #[repr(u32)]
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Origin {
-    Pod,
-    /// A process of this node, or one that was routed here to reach a service.
-    Host,
+pub enum Hook {
+    /// In from a pod's link.
+    Pod = 0,
+    /// In from the host link: a process of this node that asks for a service.
+    Host = 1,
+    /// In from an uplink.
+    Network = 2,
+    /// Out of the loopback link: a process of this node that asks for an address of this node.
+    Own = 3,
+}
+
+impl Hook {
+    /// The hook with this number; [`Hook::Pod`] for a number that none has.
+    #[inline(always)]
+    #[must_use]
+    pub const fn from_number(number: u32) -> Self {
+        match number {
+            1 => Self::Host,
+            2 => Self::Network,
+            3 => Self::Own,
+            _ => Self::Pod,
+        }
+    }
+
+    /// The sender may be outside the cluster.
+    #[inline(always)]
+    #[must_use]
+    pub const fn is_outside(self) -> bool {
+        matches!(self, Self::Network)
+    }
 }
 
 /// Addresses and ports after translation.
@@ -28,6 +55,8 @@ pub(crate) struct Translated<A> {
     pub(crate) translation: Translation,
     /// Anything but `None` drops the packet.
     pub(crate) reason: DropReason,
+    /// One when the packet belongs to a flow, translated or not.
+    pub(crate) found: u32,
     pub(crate) source: A,
     pub(crate) destination: A,
     pub(crate) source_port: Port,
@@ -40,6 +69,7 @@ impl<A: Family> Translated<A> {
         Self {
             translation: Translation::None,
             reason: DropReason::None,
+            found: 0,
             source: packet.source,
             destination: packet.destination,
             source_port: packet.source_port,
@@ -57,24 +87,15 @@ impl<A: Family> Translated<A> {
     #[inline(always)]
     pub(crate) fn forward(packet: &Packet<A>, flow: &Flow<A>) -> Self {
         let mut translated = Self::none(packet);
-        translated.translation = Translation::Forward;
-        translated.source = flow.source;
-        translated.destination = flow.backend;
-        translated.source_port = flow.source_port;
-        translated.destination_port = flow.backend_port;
-        translated
-    }
-
-    /// The tuple of answers to a packet translated forward.
-    #[inline(always)]
-    pub(crate) fn reply_key(&self, packet: &Packet<A>) -> FlowKey<A> {
-        FlowKey {
-            source: self.destination,
-            destination: self.source,
-            source_port: self.destination_port,
-            destination_port: self.source_port,
-            protocol: packet.protocol as u32,
+        translated.found = 1;
+        if flow.flags & FLOW_PLAIN == 0 {
+            translated.translation = Translation::Forward;
+            translated.source = flow.source;
+            translated.destination = flow.backend;
+            translated.source_port = flow.source_port;
+            translated.destination_port = flow.backend_port;
         }
+        translated
     }
 }
 
@@ -148,57 +169,60 @@ pub fn from_pod<A: LinkAddress, T: Tables<A>>(
     if A::is_neighbour_discovery(packet) {
         return Decision::untouched(packet, Action::Stack);
     }
-    if link.flags & LINK_HOST != 0 {
-        return from_host(tables, packet);
-    }
-    if !A::owned_by(&packet.source, link) {
+    let hook = hook_of(link);
+    if hook == Hook::Pod && !A::owned_by(&packet.source, link) {
         return Decision::drop(packet, DropReason::SpoofedSource);
     }
-    let translated = translate(tables, packet, Origin::Pod);
-    if translated.reason != DropReason::None {
-        return Decision::drop(packet, translated.reason);
+    let known = known_flow(tables, packet);
+    if known.found == 0 {
+        return Decision::untouched(packet, Action::Open);
     }
-    if translated.translation == Translation::None && packet.destination.is_link_scope() {
-        return Decision::untouched(packet, Action::Stack);
-    }
-    deliver(tables, packet, &translated, Action::Network)
+    deliver(tables, hook, packet, &known)
 }
 
-/// A packet from this node's own stack to a service address: everything on the host link is that, or an answer to it.
+/// The hook that a link's ingress is.
 #[inline(always)]
-fn from_host<A: Family, T: Tables<A>>(tables: &mut T, packet: &Packet<A>) -> Decision<A> {
-    let translated = translate(tables, packet, Origin::Host);
-    if translated.reason != DropReason::None {
-        return Decision::drop(packet, translated.reason);
+#[must_use]
+pub fn hook_of(link: &Link) -> Hook {
+    if link.flags & LINK_HOST != 0 {
+        Hook::Host
+    } else {
+        Hook::Pod
     }
-    if translated.translation == Translation::None {
-        return Decision::drop(packet, DropReason::NoFrontend);
-    }
-    deliver(tables, packet, &translated, Action::Network)
 }
 
 /// A packet from another machine.
 #[inline(always)]
 pub fn from_network<A: Family, T: Tables<A>>(tables: &mut T, packet: &Packet<A>) -> Decision<A> {
-    let translated = answer_if_any(tables, packet);
-    deliver(tables, packet, &translated, Action::Stack)
+    let known = known_flow_answers_first(tables, packet);
+    if known.found == 0 {
+        return Decision::untouched(packet, Action::Open);
+    }
+    deliver(tables, Hook::Network, packet, &known)
 }
 
-/// A packet of the node's own stack on its way into a pod.
+/// A packet of a process of this node to an address of this node, on the loopback link.
 #[inline(always)]
-pub fn to_pod<A: Family, T: Tables<A>>(tables: &mut T, packet: &Packet<A>) -> Decision<A> {
-    let translated = answer_if_any(tables, packet);
-    decision(tables, packet, &translated, Action::Stack)
+pub fn from_self<A: Family, T: Tables<A>>(tables: &mut T, packet: &Packet<A>) -> Decision<A> {
+    if packet.destination.is_loopback() || !packet.has_ports() {
+        return Decision::untouched(packet, Action::Stack);
+    }
+    let known = known_flow_answers_first(tables, packet);
+    if known.found == 0 {
+        return Decision::untouched(packet, Action::Open);
+    }
+    deliver(tables, Hook::Own, packet, &known)
 }
 
-/// As [`answer`], for hooks where only answers are translated.
+/// A packet of the node's own stack on its way into a pod, or out of an uplink: only answers are translated.
 #[inline(always)]
-fn answer_if_any<A: Family, T: Tables<A>>(tables: &mut T, packet: &Packet<A>) -> Translated<A> {
+pub fn from_stack<A: Family, T: Tables<A>>(tables: &mut T, packet: &Packet<A>) -> Decision<A> {
     if !packet.has_ports() {
-        return Translated::none(packet);
+        return Decision::untouched(packet, Action::Stack);
     }
     let now_s = tables.now_s();
-    answer(tables, packet, now_s)
+    let translated = answer(tables, packet, now_s);
+    decision(tables, packet, &translated, Action::Stack)
 }
 
 /// Whether a packet, as it is after translation, may be put into the pod at `endpoint`. Asked for every packet that
@@ -212,26 +236,35 @@ fn admit(endpoint: &Endpoint) -> DropReason {
     }
 }
 
-/// Finds the flow of a packet, or makes one when its destination is a service port.
+/// The flow of a packet, as its client's or as an answer; not found when it has none.
 #[inline(always)]
-fn translate<A: Family, T: Tables<A>>(
-    tables: &mut T,
-    packet: &Packet<A>,
-    origin: Origin,
-) -> Translated<A> {
+fn known_flow<A: Family, T: Tables<A>>(tables: &mut T, packet: &Packet<A>) -> Translated<A> {
     if !packet.has_ports() {
         return Translated::none(packet);
     }
     let now_s = tables.now_s();
     let known = continue_flow(tables, packet, now_s);
-    if known.translation != Translation::None {
+    if known.found != 0 {
         return known;
     }
-    let answered = answer(tables, packet, now_s);
-    if answered.translation != Translation::None {
-        return answered;
+    answer(tables, packet, now_s)
+}
+
+/// As [`known_flow`], for hooks where most packets are answers.
+#[inline(always)]
+fn known_flow_answers_first<A: Family, T: Tables<A>>(
+    tables: &mut T,
+    packet: &Packet<A>,
+) -> Translated<A> {
+    if !packet.has_ports() {
+        return Translated::none(packet);
     }
-    service::open(tables, packet, origin, now_s)
+    let now_s = tables.now_s();
+    let known = answer(tables, packet, now_s);
+    if known.found != 0 {
+        return known;
+    }
+    continue_flow(tables, packet, now_s)
 }
 
 /// A further packet of a client. A flow that may not be used any more is dissolved.
@@ -245,24 +278,38 @@ fn continue_flow<A: Family, T: Tables<A>>(
     let Some(flow) = tables.flow(&key) else {
         return Translated::none(packet);
     };
-    let backend_id = flow.backend_id;
-    let state = tables.backend_state(backend_id);
-    let Some(flow) = tables.flow(&key) else {
-        return Translated::none(packet);
+    let flow = *flow;
+    if flow.flags & FLOW_SERVICE == 0 && (!packet.is_tcp() || packet.opens()) {
+        let generation = match tables.node() {
+            Some(node) => node.generation,
+            None => flow.generation,
+        };
+        if flow.generation != generation {
+            // There may be a service at this address by now: the frontends are asked again.
+            return Translated::none(packet);
+        }
+    }
+    let state = if flow.flags & FLOW_SERVICE != 0 {
+        tables.backend_state(flow.backend_id)
+    } else {
+        0
     };
-    let reply_key = flow.reply_key();
     if flow.fitness(packet, state, now_s) == Fitness::Renew {
-        tables.remove_reply(&reply_key);
+        tables.remove_reply(&flow.reply_key());
         tables.remove_flow(&key);
         tables.count(Event::FlowRenewed);
         return Translated::none(packet);
     }
-    let first_in_second = flow.note_client(packet.tcp_flags, now_s);
-    let translated = Translated::forward(packet, flow);
-    if first_in_second && tables.insert_reply(&reply_key, &key) == Inserted::Done {
-        tables.count(Event::FlowHealed);
+    if flow.is_news_of_client(packet.tcp_flags, now_s) {
+        let first_in_second = match tables.flow(&key) {
+            Some(record) => record.note_client(packet.tcp_flags, now_s),
+            None => false,
+        };
+        if first_in_second && tables.insert_reply(&flow.reply_key(), &key) == Inserted::Done {
+            tables.count(Event::FlowHealed);
+        }
     }
-    translated
+    Translated::forward(packet, &flow)
 }
 
 /// An answer of a backend. A reply entry without its flow is removed.
@@ -277,9 +324,11 @@ fn answer<A: Family, T: Tables<A>>(
         return Translated::none(packet);
     };
     let original = *original;
+    let mut flags = 0;
     let own = match tables.flow(&original) {
         Some(flow) if flow.reply_key() == key => {
             flow.note_server(packet.tcp_flags, now_s);
+            flags = flow.flags;
             true
         }
         _ => false,
@@ -290,28 +339,44 @@ fn answer<A: Family, T: Tables<A>>(
         return Translated::none(packet);
     }
     let mut translated = Translated::none(packet);
-    translated.translation = Translation::Reply;
-    translated.source = original.destination;
-    translated.destination = original.source;
-    translated.source_port = original.destination_port;
-    translated.destination_port = original.source_port;
+    translated.found = 1;
+    if flags & FLOW_PLAIN == 0 {
+        translated.translation = Translation::Reply;
+        translated.source = original.destination;
+        translated.destination = original.source;
+        translated.source_port = original.destination_port;
+        translated.destination_port = original.source_port;
+    }
     translated
 }
 
-/// Where a packet goes by its destination after translation; `otherwise` when that is nowhere on this node.
+/// Where a packet goes by its destination after translation.
 #[inline(always)]
-fn deliver<A: Family, T: Tables<A>>(
+pub(crate) fn deliver<A: Family, T: Tables<A>>(
     tables: &mut T,
+    hook: Hook,
     packet: &Packet<A>,
     translated: &Translated<A>,
-    otherwise: Action,
 ) -> Decision<A> {
+    // What comes in untranslated and is for nobody here is the stack's to forward.
+    let elsewhere = if hook == Hook::Network && translated.translation == Translation::None {
+        Action::Stack
+    } else {
+        Action::Network
+    };
     let Some(endpoint) = tables.endpoint(&translated.destination) else {
-        return decision(tables, packet, translated, otherwise);
+        if elsewhere == Action::Stack && translated.found != 0 {
+            // Of what comes in untranslated, only flows of this node's pods are recorded: the pod has gone.
+            return Decision::drop(packet, DropReason::NoEndpoint);
+        }
+        return decision(tables, packet, translated, elsewhere);
     };
     let endpoint = *endpoint;
     if endpoint.flags & ENDPOINT_NODE != 0 {
-        return deliver_to_node(tables, packet, translated);
+        return deliver_to_node(tables, hook, packet, translated);
+    }
+    if endpoint.flags & ENDPOINT_PEER != 0 {
+        return decision(tables, packet, translated, elsewhere);
     }
     let reason = admit(&endpoint);
     if reason != DropReason::None {
@@ -324,24 +389,28 @@ fn deliver<A: Family, T: Tables<A>>(
     decision
 }
 
-/// Packets that carry a service's address or the host link's own must come in where those are routed to, or a strict
-/// reverse path filter refuses them.
+/// Packets that carry a service's address or one of the node's own must come in over the host link, which accepts
+/// them, or a reverse path filter refuses them.
 #[inline(always)]
 fn deliver_to_node<A: Family, T: Tables<A>>(
     tables: &mut T,
+    hook: Hook,
     packet: &Packet<A>,
     translated: &Translated<A>,
 ) -> Decision<A> {
+    let over_link = match translated.translation {
+        Translation::None => false,
+        Translation::Reply => true,
+        Translation::Forward => hook == Hook::Host || hook == Hook::Own,
+    };
     let mut ifindex = 0;
     let (mut host_mac, mut peer_mac) = ([0; 6], [0; 6]);
-    let mut over_link = translated.translation == Translation::Reply;
-    if let Some(node) = tables.node() {
-        over_link |= translated.source == node.host_source;
+    if over_link && let Some(node) = tables.node() {
         ifindex = node.host_peer_ifindex;
         host_mac = node.host_mac;
         peer_mac = node.peer_mac;
     }
-    if !over_link || ifindex == 0 {
+    if ifindex == 0 {
         return decision(tables, packet, translated, Action::Stack);
     }
     let mut decision = decision(tables, packet, translated, Action::Host);
@@ -352,7 +421,7 @@ fn deliver_to_node<A: Family, T: Tables<A>>(
 }
 
 #[inline(always)]
-fn decision<A: Family, T: Tables<A>>(
+pub(crate) fn decision<A: Family, T: Tables<A>>(
     tables: &mut T,
     packet: &Packet<A>,
     translated: &Translated<A>,

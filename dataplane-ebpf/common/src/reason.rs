@@ -53,6 +53,14 @@ numbered! {
         EndpointNotReady = "endpoint_not_ready",
         /// The packet could not be rewritten.
         RewriteFailed = "rewrite_failed",
+        /// The traffic policy wants a backend of this node, and there are only others.
+        NoLocalBackend = "no_local_backend",
+        /// The client is in none of the service's source ranges.
+        SourceRange = "source_range",
+        /// An address of this node's pod range that no pod has.
+        NoEndpoint = "no_endpoint",
+        /// A program that goes on with the packet is not loaded.
+        ProgramMissing = "program_missing",
     }
 }
 
@@ -61,7 +69,7 @@ impl DropReason {
     #[inline(always)]
     #[must_use]
     pub const fn is_refusal(self) -> bool {
-        matches!(self, Self::NoBackend | Self::NoFrontend)
+        matches!(self, Self::NoBackend | Self::NoFrontend | Self::NoEndpoint)
     }
 }
 
@@ -81,6 +89,8 @@ numbered! {
         SourcePortChanged = "source_port_changed",
         /// Half a flow was found, and removed or completed.
         FlowHealed = "flow_healed",
+        /// A flow that needs no translation found no room: its packets go on without a record.
+        FlowUntracked = "flow_untracked",
         /// A dropped packet was answered with a reset or a port unreachable message.
         Refused = "refused",
     }

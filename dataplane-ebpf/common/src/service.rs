@@ -1,15 +1,16 @@
-//! From a service port to a flow: the backend's choice, the source that it will see, and the pair of entries.
+//! From a service port to a flow: the backend's choice, and the source that it will see.
 
-use crate::address::{Family, Port};
+use crate::address::Family;
 use crate::layout::{
-    Affinity, AffinityKey, Backend, ENDPOINT_NODE, Flow, FlowKey, FrontendKey, SlotKey,
-    backend_state,
+    ALGORITHM_MAGLEV, Affinity, AffinityKey, Backend, ENDPOINT_NODE, FLOW_MASQUERADED,
+    FLOW_SERVICE, FRONTEND_DROP_EMPTY, FRONTEND_KEEP_SOURCE, FRONTEND_RANGES, Flow, FrontendKey,
+    MAGLEV_SIZE, NODE_MASQUERADE, SlotKey, backend_state,
 };
+use crate::open::{Place, use_node_address};
 use crate::packet::Packet;
-use crate::path::{Origin, Translated};
-use crate::reason::{DropReason, Event};
-use crate::tables::{Inserted, Tables};
-use crate::{MAX_PORT_ATTEMPTS, SNAT_PORT_COUNT, SNAT_PORT_FIRST};
+use crate::path::Hook;
+use crate::reason::DropReason;
+use crate::tables::Tables;
 
 /// A slot and its backend are read one after the other; a change between the two is met by one more look.
 const MAX_PICK_ATTEMPTS: u32 = 2;
@@ -20,66 +21,83 @@ struct Choice<A> {
     reason: DropReason,
     id: u32,
     state: u32,
+    /// Of the frontend.
+    flags: u32,
     backend: Backend<A>,
 }
 
-/// Makes a flow for a packet to a service port; `Translated::none` when its destination is none.
+/// Leads a flow to a backend of the service port with this key.
 #[inline(always)]
-pub(crate) fn open<A: Family, T: Tables<A>>(
+pub(crate) fn plan<A: Family, T: Tables<A>>(
     tables: &mut T,
+    hook: Hook,
+    frontend: &FrontendKey<A>,
     packet: &Packet<A>,
-    origin: Origin,
-    now_s: u32,
-) -> Translated<A> {
-    let frontend_key = FrontendKey {
-        address: packet.destination,
-        port: packet.destination_port,
-        protocol: packet.protocol,
-        scope: 0,
-    };
-    if tables.frontend(&frontend_key).is_none() {
-        return Translated::none(packet);
-    }
-    let choice = choose(tables, &frontend_key, packet.source, now_s);
+    flow: &mut Flow<A>,
+) -> DropReason {
+    let choice = choose(tables, hook, frontend, packet, flow.created_s);
     if choice.reason != DropReason::None {
-        return Translated::drop(packet, choice.reason);
+        return choice.reason;
     }
-    let mut flow = Flow {
-        backend: choice.backend.address,
-        source: packet.source,
-        backend_port: choice.backend.port,
-        source_port: packet.source_port,
-        backend_id: choice.id,
-        backend_state: choice.state,
-        service_id: choice.backend.service_id,
-        policy_generation: 0,
-        policy_verdict: 0,
-        created_s: now_s,
-        client_seen_s: now_s,
-        server_seen_s: 0,
-        client_flags: crate::flow::noted(0, packet.tcp_flags, now_s),
-        server_flags: 0,
-        protocol: packet.protocol as u32,
-    };
-    let reason = translate_source(tables, packet, origin, &mut flow);
-    if reason != DropReason::None {
-        return Translated::drop(packet, reason);
+    flow.backend = choice.backend.address;
+    flow.backend_port = choice.backend.port;
+    flow.backend_id = choice.id;
+    flow.backend_state = choice.state;
+    flow.service_id = choice.backend.service_id;
+    flow.flags = FLOW_SERVICE;
+    if needs_node_address(tables, hook, packet, choice.flags, &flow.backend) {
+        flow.flags |= FLOW_MASQUERADED;
+        return use_node_address(tables, flow);
     }
-    enter(tables, &packet.key(), &mut flow, packet)
+    DropReason::None
+}
+
+/// Whether the backend's answers would not come back through this node, or not be taken, with the client's own address.
+#[inline(always)]
+fn needs_node_address<A: Family, T: Tables<A>>(
+    tables: &mut T,
+    hook: Hook,
+    packet: &Packet<A>,
+    frontend_flags: u32,
+    backend: &A,
+) -> bool {
+    match hook {
+        // A pod that was led to itself would take the answer for its own; the world does not know pods.
+        Hook::Pod => {
+            let masquerade = match tables.node() {
+                Some(node) => node.flags & NODE_MASQUERADE != 0,
+                None => false,
+            };
+            *backend == packet.source || (masquerade && Place::of(tables, backend).is_outside())
+        }
+        Hook::Host | Hook::Own => match tables.endpoint(&packet.source) {
+            Some(endpoint) => endpoint.flags & ENDPOINT_NODE == 0,
+            None => true,
+        },
+        Hook::Network => {
+            if frontend_flags & FRONTEND_KEEP_SOURCE != 0 {
+                return false;
+            }
+            let place = Place::of(tables, backend);
+            !place.is_local_pod() && place.endpoint & ENDPOINT_NODE == 0
+        }
+    }
 }
 
 /// The backend of a new flow: the client's own where the service has affinity, any usable one otherwise.
 #[inline(always)]
 fn choose<A: Family, T: Tables<A>>(
     tables: &mut T,
+    hook: Hook,
     key: &FrontendKey<A>,
-    client: A,
+    packet: &Packet<A>,
     now_s: u32,
 ) -> Choice<A> {
     let mut choice = Choice {
         reason: DropReason::NoBackend,
         id: 0,
         state: 0,
+        flags: 0,
         backend: Backend {
             address: key.address,
             port: key.port,
@@ -88,7 +106,7 @@ fn choose<A: Family, T: Tables<A>>(
         },
     };
     let mut affinity_key = AffinityKey {
-        client,
+        client: packet.source,
         service_id: 0,
     };
     let mut affinity_s = 0;
@@ -100,17 +118,25 @@ fn choose<A: Family, T: Tables<A>>(
             break;
         };
         let (service_id, backends) = (frontend.service_id, frontend.backends);
-        if backends == 0 {
-            choice.reason = DropReason::NoBackend;
+        let algorithm = frontend.algorithm;
+        choice.flags = frontend.flags;
+        affinity_s = frontend.affinity_s;
+        choice.reason = refusal(tables, choice.flags, service_id, backends, packet);
+        if choice.reason != DropReason::None {
             break;
         }
         choice.reason = DropReason::BackendMissing;
-        affinity_s = frontend.affinity_s;
         affinity_key.service_id = service_id;
         // The first look only: a backend that cannot be used any more gives way to any other.
         if affinity_s != 0 && attempt == 1 {
             let id = remembered(tables, &affinity_key, now_s);
             if id != 0 && take(tables, id, service_id, &mut choice) {
+                break;
+            }
+        }
+        if algorithm == ALGORITHM_MAGLEV && hook.is_outside() && attempt == 1 {
+            let id = tables.maglev(service_id, packet.key().hash() % MAGLEV_SIZE);
+            if take(tables, id, service_id, &mut choice) {
                 break;
             }
         }
@@ -132,6 +158,28 @@ fn choose<A: Family, T: Tables<A>>(
         tables.set_affinity(&affinity_key, &affinity);
     }
     choice
+}
+
+/// Why a service has no backend for this client, if so.
+#[inline(always)]
+fn refusal<A: Family, T: Tables<A>>(
+    tables: &mut T,
+    flags: u32,
+    service_id: u32,
+    backends: u32,
+    packet: &Packet<A>,
+) -> DropReason {
+    if flags & FRONTEND_RANGES != 0 && !tables.source_allowed(service_id, &packet.source) {
+        return DropReason::SourceRange;
+    }
+    if backends != 0 {
+        return DropReason::None;
+    }
+    if flags & FRONTEND_DROP_EMPTY != 0 {
+        DropReason::NoLocalBackend
+    } else {
+        DropReason::NoBackend
+    }
 }
 
 /// The backend that a client was given before; zero, which is no backend's id, when there is none or its time is over.
@@ -171,145 +219,4 @@ fn take<A: Family, T: Tables<A>>(
     choice.state = state;
     choice.reason = DropReason::None;
     true
-}
-
-/// Gives the flow another source address where the backend's answer would not come back through us otherwise.
-#[inline(always)]
-fn translate_source<A: Family, T: Tables<A>>(
-    tables: &mut T,
-    packet: &Packet<A>,
-    origin: Origin,
-    flow: &mut Flow<A>,
-) -> DropReason {
-    let hairpin = flow.backend == packet.source;
-    if !hairpin && origin == Origin::Pod {
-        return DropReason::None;
-    }
-    let Some(node) = tables.node() else {
-        return DropReason::NoNodeAddress;
-    };
-    let (address, host_source) = (node.address, node.host_source);
-    if address == A::default() {
-        return DropReason::NoNodeAddress;
-    }
-    if origin == Origin::Host {
-        let on_node = match tables.endpoint(&flow.backend) {
-            Some(endpoint) => endpoint.flags & ENDPOINT_NODE != 0,
-            None => false,
-        };
-        if on_node {
-            flow.source = host_source;
-        } else if packet.source != address {
-            // Not this node's own packet, or one from a further address of it: answers must come back here.
-            flow.source = address;
-            flow.source_port = random_port(tables);
-        }
-    } else {
-        flow.source = address;
-        flow.source_port = random_port(tables);
-    }
-    DropReason::None
-}
-
-/// Enters both halves: first the reply, which finds collisions, then the record. Never leaves one without the other.
-#[inline(always)]
-fn enter<A: Family, T: Tables<A>>(
-    tables: &mut T,
-    key: &FlowKey<A>,
-    flow: &mut Flow<A>,
-    packet: &Packet<A>,
-) -> Translated<A> {
-    let reason = claim_reply(tables, key, flow);
-    if reason != DropReason::None {
-        return Translated::drop(packet, reason);
-    }
-    match tables.insert_flow(key, flow) {
-        Inserted::Done => {
-            tables.count(Event::FlowCreated);
-            Translated::forward(packet, flow)
-        }
-        Inserted::Full => {
-            tables.remove_reply(&flow.reply_key());
-            Translated::drop(packet, DropReason::FlowTableFull)
-        }
-        Inserted::Exists => {
-            // Another CPU was first with a packet of the same flow: its record counts.
-            let ours = flow.reply_key();
-            let theirs = match tables.flow(key) {
-                Some(other) => {
-                    other.note_client(packet.tcp_flags, flow.client_seen_s);
-                    Translated::forward(packet, other)
-                }
-                None => Translated::drop(packet, DropReason::BackendMissing),
-            };
-            if theirs.reply_key(packet) != ours {
-                tables.remove_reply(&ours);
-            }
-            theirs
-        }
-    }
-}
-
-/// Claims a reply tuple for the flow, with another source port when a living flow has the one it asks for.
-#[inline(always)]
-fn claim_reply<A: Family, T: Tables<A>>(
-    tables: &mut T,
-    key: &FlowKey<A>,
-    flow: &mut Flow<A>,
-) -> DropReason {
-    let reply_key = flow.reply_key();
-    let mut inserted = tables.insert_reply(&reply_key, key);
-    if inserted == Inserted::Exists && release_if_dead(tables, &reply_key, flow.client_seen_s) {
-        inserted = tables.insert_reply(&reply_key, key);
-    }
-    if inserted == Inserted::Exists {
-        tables.count(Event::SourcePortChanged);
-    }
-    let mut attempt = 0;
-    while inserted == Inserted::Exists && attempt < MAX_PORT_ATTEMPTS {
-        attempt += 1;
-        flow.source_port = random_port(tables);
-        inserted = tables.insert_reply(&flow.reply_key(), key);
-    }
-    match inserted {
-        Inserted::Done => DropReason::None,
-        Inserted::Full => DropReason::FlowTableFull,
-        Inserted::Exists => DropReason::SourcePortsExhausted,
-    }
-}
-
-/// Removes a reply entry whose flow is over, belongs to another tuple, or is missing. True when it was removed.
-#[inline(always)]
-fn release_if_dead<A: Family, T: Tables<A>>(
-    tables: &mut T,
-    reply_key: &FlowKey<A>,
-    now_s: u32,
-) -> bool {
-    let Some(owner) = tables.reply(reply_key) else {
-        return true;
-    };
-    let owner = *owner;
-    let (own, expired) = match tables.flow(&owner) {
-        Some(flow) => (
-            flow.reply_key() == *reply_key,
-            flow.is_expired(now_s, false),
-        ),
-        None => (false, false),
-    };
-    if own && !expired {
-        return false;
-    }
-    tables.remove_reply(reply_key);
-    if own {
-        tables.remove_flow(&owner);
-    } else {
-        tables.count(Event::FlowHealed);
-    }
-    true
-}
-
-#[inline(always)]
-fn random_port<A, T: Tables<A>>(tables: &mut T) -> Port {
-    let offset = ((tables.random() & 0xffff) * SNAT_PORT_COUNT as u32) >> 16;
-    Port::new(SNAT_PORT_FIRST + offset as u16)
 }

@@ -3,7 +3,7 @@
 
 use crate::layout::{
     Affinity, AffinityKey, Backend, Endpoint, Flow, FlowKey, FragmentKey, FragmentPorts, Frontend,
-    FrontendKey, Node, SlotKey,
+    FrontendKey, Node, Range, SlotKey,
 };
 use crate::reason::Event;
 
@@ -32,6 +32,13 @@ pub trait Tables<A> {
     fn backend(&mut self, id: u32) -> Option<&Backend<A>>;
     /// See [`crate::layout::backend_state`]. Zero for ids out of range.
     fn backend_state(&mut self, id: u32) -> u32;
+
+    /// Id of the backend at a place of a service's Maglev table; zero when there is none.
+    fn maglev(&mut self, service_id: u32, place: u32) -> u32;
+    /// True when one of the service's source ranges holds the address.
+    fn source_allowed(&mut self, service_id: u32, source: &A) -> bool;
+    /// The narrowest range that holds the address.
+    fn range(&mut self, address: &A) -> Option<&Range>;
 
     fn affinity(&mut self, key: &AffinityKey<A>) -> Option<&Affinity>;
     /// Adds or replaces. A full table forgets it: the client's next flow chooses freely.

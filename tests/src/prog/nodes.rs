@@ -10,10 +10,11 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 use control_api::desired::{Changes, DesiredState};
-use dataplane_common::{HOST_SNAT_V4, HOST_SNAT_V6};
+use control_api::v1;
 use nix::mount::{MsFlags, mount};
 use nix::sched::{CloneFlags, setns, unshare};
 use weir_agent::compile::routes::{GATEWAY_V4, GATEWAY_V6, Path as RoutePath, gateway_for};
+use weir_agent::compile::surroundings::{Choices, surroundings};
 use weir_agent::kernel::{
     HostLink, Kernel, Limits, NodeIdentity, PodLink, PodPrograms, namespace_cookie,
 };
@@ -112,9 +113,23 @@ impl Nodes {
         })?;
         let one = Node::new(first, 1, bpffs.path(), limits)?;
         let two = Node::new(second, 2, bpffs.path(), limits)?;
+        let mut desired = DesiredState::default();
+        desired.config.service_cidrs = vec!["10.96.0.0/16".into(), "fd00:96::/112".into()];
+        for node in [&one, &two] {
+            let about = v1::Node {
+                name: format!("n{}", node.number),
+                internal_ips: node.addresses.iter().map(ToString::to_string).collect(),
+                pod_cidrs: vec![
+                    format!("10.244.{}.0/24", node.number),
+                    format!("fd00:244:{}::/64", node.number),
+                ],
+                ..v1::Node::default()
+            };
+            desired.nodes.insert(about.name.clone(), about);
+        }
         let nodes = Self {
             nodes: [one, two],
-            desired: DesiredState::default(),
+            desired,
             bpffs,
         };
         nodes.apply()?;
@@ -140,6 +155,10 @@ impl Nodes {
             ..Changes::default()
         };
         for node in &self.nodes {
+            let name = format!("n{}", node.number);
+            let choices = Choices::default();
+            let surroundings = surroundings(&self.desired, &name, &node.addresses, &choices);
+            node.kernel.set_surroundings(&surroundings)?;
             let report = node.kernel.apply(&self.desired, &everything)?;
             ensure!(
                 report.failed.is_empty(),
@@ -316,19 +335,14 @@ fn uplink(netlink: &mut Netlink, addresses: &[IpAddr], number: u8) -> Result<()>
 
 fn host_link(netlink: &mut Netlink, addresses: &[IpAddr]) -> Result<HostLink> {
     let pair = ensure_host_link(netlink, 1500)?;
-    let ranges = [
-        format!("10.96.0.0/16 {}", Ipv4Addr::from(HOST_SNAT_V4)),
-        format!("fd00:96::/112 {}", Ipv6Addr::from(HOST_SNAT_V6)),
-    ];
-    for (own, ranges) in addresses.iter().zip(ranges) {
-        for range in ranges.split(' ') {
-            let path = RoutePath::Via {
-                gateway: gateway_for(*own),
-                link: pair.near.index,
-                source: Some(*own),
-            };
-            netlink.add_route(range.parse()?, path)?;
-        }
+    let ranges = ["10.96.0.0/16", "fd00:96::/112"];
+    for (own, range) in addresses.iter().zip(ranges) {
+        let path = RoutePath::Via {
+            gateway: gateway_for(*own),
+            link: pair.near.index,
+            source: Some(*own),
+        };
+        netlink.add_route(range.parse()?, path)?;
     }
     Ok(HostLink {
         peer_name: pair.far.name,

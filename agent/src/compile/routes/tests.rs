@@ -43,7 +43,6 @@ fn compile_with(
         nodes,
         service_cidrs: &["10.96.0.0/16".into(), "fd00:96::/112".into()],
         host_link: 3,
-        host_link_addresses: &[],
         overlay_link,
         pods,
         reach: &reach,

@@ -141,6 +141,8 @@ impl Programs {
             .map_err(failed("find the interface", name))?;
         self.attach(Program::FromNetwork, ifindex, name)
             .map_err(failed("attach from_network", name))?;
+        self.attach(Program::ToNetwork, ifindex, name)
+            .map_err(failed("attach to_network", name))?;
         let first = |present: &mut u32| {
             if *present == 0 || nix::net::if_::if_indextoname(*present).is_err() {
                 *present = ifindex;
@@ -156,6 +158,13 @@ impl Programs {
         &mut self,
         link: &HostLink,
     ) -> Result<(), AttachError> {
+        const LOOPBACK: &str = "lo";
+        let loopback = nix::net::if_::if_nametoindex(LOOPBACK)
+            .map_err(io::Error::from)
+            .map_err(Cause::from)
+            .map_err(failed("find the interface", LOOPBACK))?;
+        self.attach(Program::FromSelf, loopback, LOOPBACK)
+            .map_err(failed("attach from_self", LOOPBACK))?;
         let name = link.peer_name.as_str();
         let entry = Link {
             flags: LINK_HOST,
@@ -299,8 +308,8 @@ impl Programs {
 
 fn direction(program: Program) -> TcAttachType {
     match program {
-        Program::FromPod | Program::FromNetwork | Program::Refuse => TcAttachType::Ingress,
-        Program::ToPod => TcAttachType::Egress,
+        Program::ToPod | Program::ToNetwork | Program::FromSelf => TcAttachType::Egress,
+        _ => TcAttachType::Ingress,
     }
 }
 

@@ -7,13 +7,12 @@ use std::convert::Infallible;
 use proptest::prelude::*;
 
 use super::histories::{answer, packet};
-use super::tables::{Collections, LOCAL_PODS, TestFamily};
+use super::tables::{Collections, LOCAL_PODS, TestFamily, from_network, from_pod};
 use crate::address::{TCP, UDP};
 use crate::collect::{Outcome, Store, collect_affinity, collect_flow, collect_reply};
 use crate::flow::timeout;
 use crate::layout::{Affinity, AffinityKey, Flow, FlowKey};
 use crate::packet::{Decision, Translation, tcp};
-use crate::path::{from_network, from_pod};
 use crate::{V4, V6};
 
 /// What happens between the two looks of one removal, at most once each.

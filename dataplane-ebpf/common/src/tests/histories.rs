@@ -5,13 +5,13 @@ use std::collections::{BTreeMap, HashMap};
 
 use proptest::prelude::*;
 
-use super::tables::{Collections, LOCAL_PODS, TestFamily};
+use super::tables::{Collections, LOCAL_PODS, TestFamily, from_network, from_pod};
 use crate::address::{TCP, UDP};
-use crate::layout::{FlowKey, backend_state};
+use crate::layout::{FLOW_SERVICE, FlowKey, backend_state};
 use crate::packet::{
     Action, Decision, FRAGMENT, LATER_FRAGMENT, Packet, Translation, WITH_PORTS, tcp,
 };
-use crate::path::{complete_fragment, from_network, from_pod};
+use crate::path::complete_fragment;
 use crate::reason::DropReason;
 use crate::{Port, V4, V6};
 
@@ -203,6 +203,10 @@ impl<A: TestFamily> Model<A> {
     /// Named invariant: no packet to a removed backend, and to a draining one only on a connection that exists.
     fn goes_to_a_living_backend(&self, packet: &Packet<A>, decision: &Decision<A>) {
         let flow = self.tables.flows[&packet.key()];
+        if packet.is_tcp() && !packet.opens() {
+            // Connections go on, whatever became of their service: nothing here says that the backend has gone.
+            return;
+        }
         let backend = self
             .tables
             .backends
@@ -214,12 +218,11 @@ impl<A: TestFamily> Model<A> {
         );
         let word = self.tables.states[&flow.backend_id];
         assert!(backend_state::same_life(word, flow.backend_state));
-        if backend_state::kind(word) == backend_state::DRAINING {
-            assert!(
-                packet.is_tcp() && !packet.opens(),
-                "only connections that exist go to a draining backend"
-            );
-        }
+        assert_eq!(
+            backend_state::kind(word),
+            backend_state::ACTIVE,
+            "only connections that exist go to a draining backend"
+        );
     }
 
     /// Named invariant: a flow that may go on does not move.
@@ -284,9 +287,14 @@ impl<A: TestFamily> Model<A> {
             .map(|(_, frontend)| *frontend);
         match (decision.action, decision.reason) {
             (Action::Network, DropReason::None) => {
-                assert!(frontend.is_none(), "a service was passed by");
+                let connected = packet.is_tcp() && !packet.opens();
+                let flow = self.tables.flows.get(&packet.key());
                 assert!(
-                    !self.tables.flows.contains_key(&packet.key()),
+                    frontend.is_none() || (connected && flow.is_some()),
+                    "a service was passed by"
+                );
+                assert!(
+                    flow.is_none_or(|flow| flow.flags & FLOW_SERVICE == 0),
                     "a flow outlived its service"
                 );
             }

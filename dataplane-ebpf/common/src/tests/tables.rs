@@ -5,19 +5,19 @@ use std::collections::HashMap;
 use crate::layout::{
     Affinity, AffinityKey, Backend, ENDPOINT_NODE, ENDPOINT_READY, Endpoint, Flow, FlowKey,
     FragmentKey, FragmentPorts, Frontend, FrontendKey, LINK_HAS_V4, LINK_HAS_V6, LINK_POD, Link,
-    Node, SlotKey, backend_state,
+    Node, Range, SlotKey, backend_state,
 };
-use crate::path::LinkAddress;
+use crate::packet::{Action, Decision, Packet};
+use crate::path::{self, Hook, LinkAddress};
 use crate::reason::Event;
 use crate::tables::{Inserted, Tables};
-use crate::{HOST_SNAT_V4, HOST_SNAT_V6, Port, V4, V6};
+use crate::{Port, V4, V6};
 
 /// A family whose addresses can be made from small numbers.
 pub(super) trait TestFamily: LinkAddress {
     fn pod(number: u8) -> Self;
     fn service(number: u8) -> Self;
     fn node() -> Self;
-    fn host_source() -> Self;
     fn link(number: u8) -> Link;
 }
 
@@ -30,9 +30,6 @@ impl TestFamily for V4 {
     }
     fn node() -> Self {
         Self::new([192, 0, 2, 11])
-    }
-    fn host_source() -> Self {
-        Self::new(HOST_SNAT_V4)
     }
     fn link(number: u8) -> Link {
         Link {
@@ -53,9 +50,6 @@ impl TestFamily for V6 {
     fn node() -> Self {
         Self::new([0x20, 1, 0xd, 0xb8, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0x11])
     }
-    fn host_source() -> Self {
-        Self::new(HOST_SNAT_V6)
-    }
     fn link(number: u8) -> Link {
         Link {
             flags: LINK_POD | LINK_HAS_V6,
@@ -73,8 +67,12 @@ pub(super) struct Collections<A> {
     pub(super) now_s: u32,
     pub(super) random: u64,
     pub(super) room: usize,
-    node: Node<A>,
-    endpoints: HashMap<A, Endpoint>,
+    pub(super) node: Node<A>,
+    pub(super) endpoints: HashMap<A, Endpoint>,
+    /// By whole addresses: the tests need no prefixes.
+    pub(super) ranges: HashMap<A, Range>,
+    pub(super) sources: HashMap<u32, Vec<A>>,
+    pub(super) maglev: HashMap<(u32, u32), u32>,
     pub(super) frontends: HashMap<FrontendKey<A>, Frontend>,
     pub(super) slots: HashMap<SlotKey, u32>,
     pub(super) backends: HashMap<u32, Backend<A>>,
@@ -90,7 +88,6 @@ impl<A: TestFamily> Collections<A> {
     pub(super) fn new(seed: u64, room: usize) -> Self {
         let node = Node {
             address: A::node(),
-            host_source: A::host_source(),
             ..Node::default()
         };
         let mut endpoints = HashMap::new();
@@ -115,6 +112,9 @@ impl<A: TestFamily> Collections<A> {
             room,
             node,
             endpoints,
+            ranges: HashMap::new(),
+            sources: HashMap::new(),
+            maglev: HashMap::new(),
             frontends: HashMap::new(),
             slots: HashMap::new(),
             backends: HashMap::new(),
@@ -163,6 +163,7 @@ impl<A: TestFamily> Collections<A> {
         };
         self.frontends
             .insert(Self::frontend_key(service, protocol), frontend);
+        self.node.generation += 1;
         self.end_all_but(
             service_id,
             &pods.iter().map(|(pod, _)| id(*pod)).collect::<Vec<_>>(),
@@ -207,7 +208,7 @@ impl<A: TestFamily> Collections<A> {
             .iter()
             .filter(|(_, flow)| {
                 let state = self.states.get(&flow.backend_id).copied().unwrap_or(0);
-                flow.is_expired(self.now_s, false) || flow.is_orphaned(state)
+                flow.is_over(state, self.now_s, false)
             })
             .map(|(key, flow)| (*key, flow.reply_key()))
             .collect();
@@ -249,6 +250,16 @@ impl<A: TestFamily> Tables<A> for Collections<A> {
     }
     fn backend_state(&mut self, id: u32) -> u32 {
         self.states.get(&id).copied().unwrap_or(0)
+    }
+    fn maglev(&mut self, service_id: u32, place: u32) -> u32 {
+        self.maglev.get(&(service_id, place)).copied().unwrap_or(0)
+    }
+    fn source_allowed(&mut self, service_id: u32, source: &A) -> bool {
+        let ranges = self.sources.get(&service_id);
+        ranges.is_some_and(|sources| sources.contains(source))
+    }
+    fn range(&mut self, address: &A) -> Option<&Range> {
+        self.ranges.get(address)
     }
     fn affinity(&mut self, key: &AffinityKey<A>) -> Option<&Affinity> {
         self.affinities.get(key)
@@ -297,4 +308,29 @@ fn insert<K: Eq + std::hash::Hash, V>(
     }
     table.insert(key, value);
     Inserted::Done
+}
+
+/// Both stages of the path of a packet from a pod.
+pub(super) fn from_pod<A: TestFamily>(
+    tables: &mut Collections<A>,
+    link: &Link,
+    packet: &Packet<A>,
+) -> Decision<A> {
+    let decision = path::from_pod(tables, link, packet);
+    if decision.action == Action::Open {
+        return path::open(tables, Hook::Pod, packet);
+    }
+    decision
+}
+
+/// Both stages of the path of a packet from another machine.
+pub(super) fn from_network<A: TestFamily>(
+    tables: &mut Collections<A>,
+    packet: &Packet<A>,
+) -> Decision<A> {
+    let decision = path::from_network(tables, packet);
+    if decision.action == Action::Open {
+        return path::open(tables, Hook::Network, packet);
+    }
+    decision
 }

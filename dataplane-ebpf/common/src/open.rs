@@ -1,0 +1,415 @@
+//! From a packet without a flow to one: a service port's backend, or the destination itself; the source that it will
+//! see; and the pair of entries.
+
+use crate::address::{Family, ICMP, ICMPV6, Port};
+use crate::layout::{
+    ENDPOINT_NODE, ENDPOINT_NODE_PORTS, ENDPOINT_PEER, FLOW_INBOUND, FLOW_MASQUERADED, FLOW_PLAIN,
+    FLOW_SERVICE, FRONTEND_EXTERNAL_SCOPE, Flow, FlowKey, FrontendKey, NODE_MASQUERADE, RANGE_OWN,
+    RANGE_SERVICE, SCOPE_ALL, SCOPE_EXTERNAL,
+};
+use crate::packet::{Action, Decision, Packet, tcp};
+use crate::path::{Hook, Translated, deliver};
+use crate::reason::{DropReason, Event};
+use crate::service;
+use crate::tables::{Inserted, Tables};
+use crate::{MAX_PORT_ATTEMPTS, SNAT_PORT_COUNT, SNAT_PORT_FIRST};
+
+/// What a destination is to services.
+#[repr(u32)]
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Served {
+    /// No address of a service.
+    No,
+    /// A service port.
+    Port,
+    /// An address of a service, at a port that it does not have.
+    Address,
+}
+
+/// What a packet's destination is to the node.
+#[repr(C)]
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) struct Place {
+    /// Flags of the endpoint; zero when there is none.
+    pub(crate) endpoint: u32,
+    /// Flags of the range; zero when there is none, or when the endpoint says enough.
+    pub(crate) range: u32,
+}
+
+impl Place {
+    #[inline(always)]
+    pub(crate) fn of<A: Family, T: Tables<A>>(tables: &mut T, address: &A) -> Self {
+        let endpoint = match tables.endpoint(address) {
+            Some(endpoint) => endpoint.flags,
+            None => 0,
+        };
+        if endpoint != 0 {
+            return Self { endpoint, range: 0 };
+        }
+        let range = match tables.range(address) {
+            Some(range) => range.flags,
+            None => 0,
+        };
+        Self { endpoint, range }
+    }
+
+    /// Neither in the cluster nor exempt: pods are masqueraded on the way there.
+    #[inline(always)]
+    pub(crate) fn is_outside(self) -> bool {
+        self.endpoint == 0 && self.range == 0
+    }
+
+    /// An address of this cluster that nobody has.
+    #[inline(always)]
+    fn is_nobody(self) -> bool {
+        self.range & (RANGE_OWN | RANGE_SERVICE) != 0
+    }
+
+    /// Why packets to [nobody](Self::is_nobody) are refused.
+    #[inline(always)]
+    fn refusal(self) -> DropReason {
+        if self.range & RANGE_OWN != 0 {
+            DropReason::NoEndpoint
+        } else {
+            DropReason::NoFrontend
+        }
+    }
+
+    /// A pod of this node.
+    #[inline(always)]
+    pub(crate) fn is_local_pod(self) -> bool {
+        self.endpoint != 0 && self.endpoint & (ENDPOINT_NODE | ENDPOINT_PEER) == 0
+    }
+}
+
+/// Makes a flow for a packet that has none, and says where the packet goes.
+#[inline(always)]
+pub fn open<A: Family, T: Tables<A>>(
+    tables: &mut T,
+    hook: Hook,
+    packet: &Packet<A>,
+) -> Decision<A> {
+    if !packet.has_ports() {
+        return pass_through(tables, hook, packet);
+    }
+    let mut key = FrontendKey {
+        address: packet.destination,
+        port: packet.destination_port,
+        protocol: packet.protocol,
+        scope: SCOPE_ALL,
+    };
+    let served = find_frontend(tables, hook, &mut key, packet);
+    let mut flow = Flow::of_packet(packet, tables.now_s());
+    let reason = match served {
+        Served::Port => service::plan(tables, hook, &key, packet, &mut flow),
+        Served::Address => DropReason::NoFrontend,
+        Served::No => match hook {
+            Hook::Host => DropReason::NoFrontend,
+            Hook::Own => return Decision::untouched(packet, Action::Stack),
+            Hook::Pod => direct(tables, packet, &mut flow),
+            Hook::Network => inbound(tables, packet, &mut flow),
+        },
+    };
+    if reason != DropReason::None {
+        return Decision::drop(packet, reason);
+    }
+    let translated = if flow.flags == 0 {
+        Translated::none(packet)
+    } else {
+        track(tables, packet, &mut flow)
+    };
+    if translated.reason != DropReason::None {
+        return Decision::drop(packet, translated.reason);
+    }
+    if hook == Hook::Pod && translated.found == 0 && packet.destination.is_link_scope() {
+        return Decision::untouched(packet, Action::Stack);
+    }
+    deliver(tables, hook, packet, &translated)
+}
+
+/// Packets that no flow can have: other protocols, messages about packets, fragments whose first is unknown.
+#[inline(always)]
+fn pass_through<A: Family, T: Tables<A>>(
+    tables: &mut T,
+    hook: Hook,
+    packet: &Packet<A>,
+) -> Decision<A> {
+    match hook {
+        Hook::Host => Decision::drop(packet, DropReason::NoFrontend),
+        Hook::Own => Decision::untouched(packet, Action::Stack),
+        Hook::Pod if packet.destination.is_link_scope() => {
+            Decision::untouched(packet, Action::Stack)
+        }
+        Hook::Pod | Hook::Network => deliver(tables, hook, packet, &Translated::none(packet)),
+    }
+}
+
+/// Looks a destination up among the frontends, and leaves the key of the one to use in `key`.
+#[inline(always)]
+fn find_frontend<A: Family, T: Tables<A>>(
+    tables: &mut T,
+    hook: Hook,
+    key: &mut FrontendKey<A>,
+    packet: &Packet<A>,
+) -> Served {
+    if is_frontend(tables, hook, key) {
+        return Served::Port;
+    }
+    let serving = if hook.is_outside() {
+        ENDPOINT_NODE
+    } else {
+        ENDPOINT_NODE | ENDPOINT_PEER
+    };
+    let node_ports = match tables.endpoint(&packet.destination) {
+        Some(endpoint) => {
+            endpoint.flags & ENDPOINT_NODE_PORTS != 0 && endpoint.flags & serving != 0
+        }
+        None => false,
+    };
+    key.address = A::default();
+    if node_ports && is_frontend(tables, hook, key) {
+        return Served::Port;
+    }
+    key.address = packet.destination;
+    key.port = Port(0);
+    key.protocol = 0;
+    key.scope = SCOPE_ALL;
+    if tables.frontend(key).is_some() {
+        return Served::Address;
+    }
+    Served::No
+}
+
+/// True when a service has this port; clients outside the cluster are led to their own entry where there is one.
+#[inline(always)]
+fn is_frontend<A: Family, T: Tables<A>>(
+    tables: &mut T,
+    hook: Hook,
+    key: &mut FrontendKey<A>,
+) -> bool {
+    let Some(frontend) = tables.frontend(key) else {
+        return false;
+    };
+    if hook.is_outside() && frontend.flags & FRONTEND_EXTERNAL_SCOPE != 0 {
+        key.scope = SCOPE_EXTERNAL;
+    }
+    true
+}
+
+/// A pod's packet to an address that is no service's. The flow keeps flags of zero when none is to be recorded.
+#[inline(always)]
+fn direct<A: Family, T: Tables<A>>(
+    tables: &mut T,
+    packet: &Packet<A>,
+    flow: &mut Flow<A>,
+) -> DropReason {
+    if packet.destination.is_link_scope() {
+        return DropReason::None;
+    }
+    let place = Place::of(tables, &packet.destination);
+    if place.is_nobody() {
+        return place.refusal();
+    }
+    // An answer whose flow was not seen from its start keeps its source.
+    let answers =
+        packet.is_tcp() && packet.tcp_flags & (tcp::SYN | tcp::ACK) == tcp::SYN | tcp::ACK;
+    if place.is_outside() && !answers && masquerades(tables) {
+        flow.flags = FLOW_MASQUERADED;
+        return use_node_address(tables, flow);
+    }
+    if is_tracked(packet) {
+        flow.flags = FLOW_PLAIN;
+    }
+    DropReason::None
+}
+
+/// A packet from another machine to an address that is no service's. As [`direct`].
+#[inline(always)]
+fn inbound<A: Family, T: Tables<A>>(
+    tables: &mut T,
+    packet: &Packet<A>,
+    flow: &mut Flow<A>,
+) -> DropReason {
+    let place = Place::of(tables, &packet.destination);
+    if place.is_nobody() {
+        return place.refusal();
+    }
+    if place.is_local_pod() && is_tracked(packet) {
+        flow.flags = FLOW_PLAIN | FLOW_INBOUND;
+    }
+    DropReason::None
+}
+
+/// Flows that need no translation are recorded from their start only, so that nobody takes an answer for a question.
+#[inline(always)]
+fn is_tracked<A: Family>(packet: &Packet<A>) -> bool {
+    if packet.protocol == ICMP || packet.protocol == ICMPV6 {
+        return false;
+    }
+    !packet.is_tcp() || packet.opens()
+}
+
+#[inline(always)]
+fn masquerades<A: Family, T: Tables<A>>(tables: &mut T) -> bool {
+    match tables.node() {
+        Some(node) => node.flags & NODE_MASQUERADE != 0 && node.address != A::default(),
+        None => false,
+    }
+}
+
+/// Enters a flow, or finds the direct one that is there already.
+#[inline(always)]
+fn track<A: Family, T: Tables<A>>(
+    tables: &mut T,
+    packet: &Packet<A>,
+    flow: &mut Flow<A>,
+) -> Translated<A> {
+    let key = packet.key();
+    flow.generation = match tables.node() {
+        Some(node) => node.generation,
+        None => 0,
+    };
+    if let Some(present) = tables.flow(&key)
+        && present.flags & FLOW_SERVICE == 0
+    {
+        if flow.flags & FLOW_SERVICE == 0 {
+            // Looked at again since frontends changed: it is still nobody's.
+            present.generation = flow.generation;
+            present.note_client(packet.tcp_flags, flow.client_seen_s);
+            return Translated::forward(packet, present);
+        }
+        // From before the address was a service's: it gives way.
+        let reply_key = present.reply_key();
+        tables.remove_reply(&reply_key);
+        tables.remove_flow(&key);
+        tables.count(Event::FlowRenewed);
+    }
+    let translated = enter(tables, &key, flow, packet);
+    if translated.reason == DropReason::FlowTableFull && flow.flags & FLOW_PLAIN != 0 {
+        tables.count(Event::FlowUntracked);
+        return Translated::none(packet);
+    }
+    translated
+}
+
+/// The node's address and a port of its own as the source of a flow.
+#[inline(always)]
+pub(crate) fn use_node_address<A: Family, T: Tables<A>>(
+    tables: &mut T,
+    flow: &mut Flow<A>,
+) -> DropReason {
+    let address = match tables.node() {
+        Some(node) => node.address,
+        None => A::default(),
+    };
+    if address == A::default() {
+        return DropReason::NoNodeAddress;
+    }
+    flow.source = address;
+    flow.source_port = random_port(tables);
+    DropReason::None
+}
+
+/// Enters both halves: first the reply, which finds collisions, then the record. Never leaves one without the other.
+#[inline(always)]
+fn enter<A: Family, T: Tables<A>>(
+    tables: &mut T,
+    key: &FlowKey<A>,
+    flow: &mut Flow<A>,
+    packet: &Packet<A>,
+) -> Translated<A> {
+    let reason = claim_reply(tables, key, flow);
+    if reason != DropReason::None {
+        return Translated::drop(packet, reason);
+    }
+    match tables.insert_flow(key, flow) {
+        Inserted::Done => {
+            tables.count(Event::FlowCreated);
+            Translated::forward(packet, flow)
+        }
+        Inserted::Full => {
+            tables.remove_reply(&flow.reply_key());
+            Translated::drop(packet, DropReason::FlowTableFull)
+        }
+        Inserted::Exists => {
+            // Another CPU was first with a packet of the same flow: its record counts.
+            let ours = flow.reply_key();
+            let (theirs, reply) = match tables.flow(key) {
+                Some(other) => {
+                    other.note_client(packet.tcp_flags, flow.client_seen_s);
+                    (Translated::forward(packet, other), other.reply_key())
+                }
+                None => (Translated::drop(packet, DropReason::BackendMissing), *key),
+            };
+            if reply != ours {
+                tables.remove_reply(&ours);
+            }
+            theirs
+        }
+    }
+}
+
+/// Claims a reply tuple for the flow, with another source port when a living flow has the one it asks for.
+#[inline(always)]
+fn claim_reply<A: Family, T: Tables<A>>(
+    tables: &mut T,
+    key: &FlowKey<A>,
+    flow: &mut Flow<A>,
+) -> DropReason {
+    let reply_key = flow.reply_key();
+    let mut inserted = tables.insert_reply(&reply_key, key);
+    if inserted == Inserted::Exists && release_if_dead(tables, &reply_key, flow.client_seen_s) {
+        inserted = tables.insert_reply(&reply_key, key);
+    }
+    if inserted == Inserted::Exists {
+        tables.count(Event::SourcePortChanged);
+        flow.flags &= !FLOW_PLAIN;
+    }
+    let mut attempt = 0;
+    while inserted == Inserted::Exists && attempt < MAX_PORT_ATTEMPTS {
+        attempt += 1;
+        flow.source_port = random_port(tables);
+        inserted = tables.insert_reply(&flow.reply_key(), key);
+    }
+    match inserted {
+        Inserted::Done => DropReason::None,
+        Inserted::Full => DropReason::FlowTableFull,
+        Inserted::Exists => DropReason::SourcePortsExhausted,
+    }
+}
+
+/// Removes a reply entry whose flow is over, belongs to another tuple, or is missing. True when it was removed.
+#[inline(always)]
+fn release_if_dead<A: Family, T: Tables<A>>(
+    tables: &mut T,
+    reply_key: &FlowKey<A>,
+    now_s: u32,
+) -> bool {
+    let Some(owner) = tables.reply(reply_key) else {
+        return true;
+    };
+    let owner = *owner;
+    let (own, expired) = match tables.flow(&owner) {
+        Some(flow) => (
+            flow.reply_key() == *reply_key,
+            flow.is_expired(now_s, false),
+        ),
+        None => (false, false),
+    };
+    if own && !expired {
+        return false;
+    }
+    tables.remove_reply(reply_key);
+    if own {
+        tables.remove_flow(&owner);
+    } else {
+        tables.count(Event::FlowHealed);
+    }
+    true
+}
+
+#[inline(always)]
+fn random_port<A, T: Tables<A>>(tables: &mut T) -> Port {
+    let offset = ((tables.random() & 0xffff) * SNAT_PORT_COUNT as u32) >> 16;
+    Port::new(SNAT_PORT_FIRST + offset as u16)
+}
