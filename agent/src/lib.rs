@@ -3,6 +3,7 @@
 //! Flow: `feed` -> `compile` -> `plan` -> `kernel` / `netlink` / `dns` / `pods`. Observed state (`observe`) never
 //! becomes desired state.
 
+pub mod announce;
 pub mod cni_api;
 pub mod compile;
 pub mod config;

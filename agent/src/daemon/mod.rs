@@ -16,6 +16,7 @@ use nix::fcntl::{Flock, FlockArg};
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
+use weir_agent::announce;
 use weir_agent::cni_api::{self, Attachments, Store};
 use weir_agent::config::Config;
 use weir_agent::dns;
@@ -60,6 +61,16 @@ pub(crate) async fn run(config: Config) -> Result<()> {
     observe.set_feed(feed.clone());
     let dns = dns::start(&config, feed.updates(), shutdown.clone())?;
     tracing::info!(addresses = ?dns.addresses(), "cluster DNS listens");
+    // The dataplane still serves what an earlier agent programmed in this boot.
+    let same_boot = config.run_dir.join(apply::APPLIED_MARK).exists();
+    let announced = announce::start(
+        &config.node_name,
+        &config.uplinks,
+        &feed,
+        same_boot,
+        &shutdown,
+    );
+    observe.register(|registry| announced.register(registry));
     observe.set_dns(dns);
     let (kernel, base) = {
         let config = Arc::clone(&config);

@@ -23,6 +23,9 @@ const CONNECT_TIMEOUT: Duration = Duration::from_secs(3);
 /// The server sends a heartbeat at least every 5 s: silence for this long means that the connection is dead.
 const SILENCE_LIMIT: Duration = Duration::from_secs(20);
 const HEARTBEAT_INTERVAL: Duration = Duration::from_secs(5);
+/// While there are addresses that move when their node is lost: the control plane calls a node lost after four of
+/// these.
+const QUICK_HEARTBEAT_INTERVAL: Duration = Duration::from_millis(500);
 const BACKOFF_FIRST: Duration = Duration::from_millis(100);
 const BACKOFF_MAX: Duration = Duration::from_secs(5);
 /// Requests that may wait for the network; acknowledgements are coalesced before they get here.
@@ -209,8 +212,7 @@ impl Follower {
         let mut applied = self.shared.applied.subscribe();
         // An acknowledgement given before this connection is news to this server.
         applied.mark_changed();
-        let mut heartbeat = tokio::time::interval(HEARTBEAT_INTERVAL);
-        heartbeat.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
+        let mut beat_at = Instant::now();
         let mut parts = DesiredState::default();
         let mut deadline = Instant::now() + SILENCE_LIMIT;
         loop {
@@ -218,6 +220,7 @@ impl Follower {
                 message = stream.message() => {
                     deadline = Instant::now() + SILENCE_LIMIT;
                     self.take(message?.ok_or(Lost::Closed)?, &mut parts, position);
+                    beat_at = beat_at.min(Instant::now() + self.heartbeat_interval());
                 }
                 permit = ready_ack(&mut applied, &requests) => {
                     let permit = permit?;
@@ -226,13 +229,26 @@ impl Follower {
                         permit.send(request(follow_request::Kind::Ack(Ack { revision, error })));
                     }
                 }
-                _ = heartbeat.tick() => {
-                    let beat = Heartbeat { sent_at_us: now_us() };
+                () = tokio::time::sleep_until(beat_at) => {
+                    let interval = self.heartbeat_interval();
+                    beat_at = Instant::now() + interval;
+                    let beat = Heartbeat {
+                        sent_at_us: now_us(),
+                        next_in_ms: u32::try_from(interval.as_millis()).unwrap_or(u32::MAX),
+                    };
                     // A full queue means that the network is behind already: a heartbeat would say nothing new.
                     let _ = requests.try_send(request(follow_request::Kind::Heartbeat(beat)));
                 }
                 () = tokio::time::sleep_until(deadline) => return Err(Lost::Silent),
             }
+        }
+    }
+
+    fn heartbeat_interval(&self) -> Duration {
+        if self.shared.publisher.has_announcements() {
+            QUICK_HEARTBEAT_INTERVAL
+        } else {
+            HEARTBEAT_INTERVAL
         }
     }
 

@@ -89,6 +89,13 @@ pub(super) fn encode(state: &DesiredState, to: &mut impl Write) -> std::io::Resu
                 .values()
                 .cloned()
                 .map(object::Kind::ConfigMap),
+        )
+        .chain(
+            state
+                .announcements
+                .values()
+                .cloned()
+                .map(object::Kind::Announcement),
         );
     let mut bytes = Vec::new();
     for kind in kinds {

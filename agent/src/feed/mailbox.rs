@@ -88,6 +88,11 @@ impl Publisher {
         Arc::clone(&lock(&self.held).state)
     }
 
+    /// Whether the cluster has addresses that nodes answer for.
+    pub(super) fn has_announcements(&self) -> bool {
+        !lock(&self.held).state.announcements.is_empty()
+    }
+
     /// A whole new state.
     pub(super) fn replace(&self, state: DesiredState, origin: Origin) {
         let mut held = lock(&self.held);

@@ -5,8 +5,8 @@ use std::collections::{BTreeMap, BTreeSet};
 use crate::name_map::NameMap;
 use crate::slices::Slices;
 use crate::v1::{
-    ClusterConfig, Delta, EndpointSlice, KeyedData, Node, Object, ObjectKey, ObjectKind, PodSpec,
-    Service, Snapshot, object,
+    Announcement, ClusterConfig, Delta, EndpointSlice, KeyedData, Node, Object, ObjectKey,
+    ObjectKind, PodSpec, Service, Snapshot, object,
 };
 
 /// Namespace and name; the namespace is empty for cluster-scoped objects.
@@ -47,6 +47,8 @@ pub struct DesiredState {
     pub pods: BTreeMap<Name, PodSpec>,
     pub config_maps: BTreeMap<Name, KeyedData>,
     pub secrets: BTreeMap<Name, KeyedData>,
+    /// By address: the node that answers for it.
+    pub announcements: BTreeMap<String, Announcement>,
 }
 
 /// What a delta touched, so that the stages after it compare only that. A snapshot touches everything.
@@ -60,6 +62,8 @@ pub struct Changes {
     pub pods: BTreeSet<Name>,
     pub config_maps: BTreeSet<Name>,
     pub secrets: BTreeSet<Name>,
+    /// Addresses that another node, or nobody, answers for now.
+    pub announcements: BTreeSet<String>,
 }
 
 impl Changes {
@@ -87,6 +91,7 @@ impl Changes {
         self.pods.extend(later.pods);
         self.config_maps.extend(later.config_maps);
         self.secrets.extend(later.secrets);
+        self.announcements.extend(later.announcements);
     }
 }
 
@@ -170,6 +175,11 @@ impl DesiredState {
                 changes.secrets.insert(name.clone());
                 self.secrets.insert(name, data);
             }
+            Some(object::Kind::Announcement(announcement)) => {
+                changes.announcements.insert(announcement.address.clone());
+                self.announcements
+                    .insert(announcement.address.clone(), announcement);
+            }
             // A kind this version does not know: a newer control plane may send it.
             None => {}
         }
@@ -210,6 +220,10 @@ impl DesiredState {
             ObjectKind::Secret => {
                 self.secrets.remove(&name);
                 changes.secrets.insert(name);
+            }
+            ObjectKind::Announcement => {
+                self.announcements.remove(&name.name);
+                changes.announcements.insert(name.name);
             }
         }
     }

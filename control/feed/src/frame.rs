@@ -107,7 +107,10 @@ pub fn delta<'a>(
 /// A heartbeat.
 #[must_use]
 pub fn heartbeat(sent_at_us: i64) -> Bytes {
-    let kind = Some(feed_message::Kind::Heartbeat(Heartbeat { sent_at_us }));
+    let kind = Some(feed_message::Kind::Heartbeat(Heartbeat {
+        sent_at_us,
+        next_in_ms: 0,
+    }));
     FeedMessage { kind }.encode_to_vec().into()
 }
 

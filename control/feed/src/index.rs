@@ -11,6 +11,7 @@ use control_api::v1::{ClusterConfig, Object, ObjectKey, ObjectKind, object};
 use prost::Message;
 use serde_json::Value;
 
+use crate::election::Election;
 use crate::{pod, translate, volume};
 
 /// The Kubernetes kinds that the index reads.
@@ -86,7 +87,7 @@ pub struct Index {
     base: ClusterConfig,
     namespaces: BTreeSet<String>,
     config: Bytes,
-    /// Nodes, services and endpoint slices, which every node gets.
+    /// Nodes, services, endpoint slices and announcements, which every node gets.
     shared: BTreeMap<SharedKey, Bytes>,
     /// Every ConfigMap and Secret: a pod may come to need any of them.
     keyed: BTreeMap<SharedKey, Bytes>,
@@ -94,6 +95,7 @@ pub struct Index {
     pods_of_node: BTreeMap<String, BTreeSet<Name>>,
     /// How many pods of each node refer to a ConfigMap or Secret.
     referrers: BTreeMap<SharedKey, BTreeMap<String, usize>>,
+    election: Election,
 }
 
 impl Index {
@@ -109,6 +111,7 @@ impl Index {
             pods: BTreeMap::new(),
             pods_of_node: BTreeMap::new(),
             referrers: BTreeMap::new(),
+            election: Election::default(),
         };
         index.config = index.encode_config();
         index
@@ -116,7 +119,40 @@ impl Index {
 
     /// Takes the present state of an object.
     pub fn upsert(&mut self, kind: Kind, object: &Value, revision: u64) -> Effects {
+        let mut effects = self.put(kind, object, revision);
+        effects.extend(self.elect());
+        effects
+    }
+
+    /// Nodes that nothing is heard of: others answer for their addresses.
+    pub fn set_lost(&mut self, nodes: BTreeSet<String>) -> Effects {
+        self.election.set_lost(nodes);
+        self.elect()
+    }
+
+    /// Whether some address has to be answered for.
+    #[must_use]
+    pub fn has_announcements(&self) -> bool {
+        self.election.has_addresses()
+    }
+
+    /// Names of the nodes that exist.
+    pub fn nodes(&self) -> impl Iterator<Item = &str> {
+        self.election.nodes()
+    }
+
+    fn elect(&mut self) -> Effects {
+        let mut effects = Effects::default();
+        for (address, winner) in self.election.settle() {
+            let key = (ObjectKind::Announcement, Name::new("", address));
+            effects.extend(self.set_shared(key, winner.map(object::Kind::Announcement)));
+        }
+        effects
+    }
+
+    fn put(&mut self, kind: Kind, object: &Value, revision: u64) -> Effects {
         let name = object_name(kind, object);
+        self.election.put(kind, &name, Some(object));
         let translated = match kind {
             Kind::Namespace => return self.namespace(&name.name, true),
             Kind::Pod => return self.upsert_pod(name, object, revision),
@@ -145,7 +181,9 @@ impl Index {
 
     /// Takes the deletion of an object; only its name is read.
     pub fn remove(&mut self, kind: Kind, object: &Value) -> Effects {
-        self.remove_name(kind, object_name(kind, object))
+        let mut effects = self.remove_name(kind, object_name(kind, object));
+        effects.extend(self.elect());
+        effects
     }
 
     /// Takes a complete list of one kind: what it lacks is gone. For the first sync, and after a lost watch.
@@ -159,11 +197,12 @@ impl Index {
         let mut effects = Effects::default();
         for object in objects {
             gone.remove(&object_name(kind, object));
-            effects.extend(self.upsert(kind, object, revision));
+            effects.extend(self.put(kind, object, revision));
         }
         for name in gone {
             effects.extend(self.remove_name(kind, name));
         }
+        effects.extend(self.elect());
         effects
     }
 
@@ -203,6 +242,7 @@ impl Index {
     }
 
     fn remove_name(&mut self, kind: Kind, name: Name) -> Effects {
+        self.election.put(kind, &name, None);
         match kind {
             Kind::Namespace => self.namespace(&name.name, false),
             Kind::Pod => self.remove_pod(&name),

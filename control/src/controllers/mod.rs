@@ -20,6 +20,7 @@ pub(crate) mod pods;
 mod quota;
 mod replicaset;
 pub(crate) mod runtime;
+mod service;
 mod statefulset;
 #[cfg(test)]
 mod tests;
@@ -72,6 +73,8 @@ pub async fn run(
     all.start(deployment::Deployments::new);
     all.start(replicaset::ReplicaSets::new);
     all.start(endpointslice::EndpointSlices::new);
+    all.start(|context, queue| service::Services::new(context, queue, &network));
+    all.start(service::Frontends::new);
     all.start(|context, queue| node::Nodes::new(context, queue, network));
     all.start(node::eviction::TaintEviction::new);
     all.start(pod_gc::PodGc::new);

@@ -5,13 +5,17 @@
 
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
 use bytes::Bytes;
 use control_api::v1::{Ack, ClusterConfig, Hello};
 use control_feed::{Effects, Index, Kind, frame};
 use serde_json::Value;
 use tokio::sync::watch;
+use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
+
+use super::liveness::Liveness;
 
 /// Deltas kept for consumers that lag or resume.
 const LOG_ENTRIES: usize = 8192;
@@ -69,6 +73,7 @@ pub(super) struct Inner {
     pub(super) nodes: BTreeMap<String, NodeProgress>,
     sessions: u64,
     pub(super) counters: Counters,
+    liveness: Liveness,
 }
 
 /// See the module documentation.
@@ -127,6 +132,7 @@ impl Hub {
             nodes: BTreeMap::new(),
             sessions: 0,
             counters: Counters::default(),
+            liveness: Liveness::new(Instant::now()),
         };
         Self {
             feed_instance,
@@ -262,6 +268,7 @@ impl Hub {
             cut: self.stop.child_token(),
         };
         let cut = node.cut.clone();
+        inner.liveness.heard(&hello.node_name, Instant::now(), None);
         drop(inner);
         self.wake();
         Opening {
@@ -284,7 +291,34 @@ impl Hub {
             && progress.session == session
         {
             progress.connected = false;
+            inner.liveness.closed(node, Instant::now());
         }
+        drop(inner);
+        self.wake();
+    }
+
+    /// Takes a sign of life. `next_in` is when the node promises the next one.
+    pub(super) fn heard(&self, node: &str, session: u64, next_in: Option<Duration>) {
+        let mut inner = self.lock();
+        if inner.nodes.get(node).is_some_and(|p| p.session == session) {
+            inner.liveness.heard(node, Instant::now(), next_in);
+        }
+    }
+
+    /// Gives the addresses of nodes that fell silent to others.
+    pub(super) fn check_nodes(&self, now: Instant, now_us: i64) {
+        let mut inner = self.lock();
+        if !inner.synced || !inner.index.has_announcements() {
+            return;
+        }
+        let nodes: Vec<String> = inner.index.nodes().map(str::to_owned).collect();
+        let lost = inner.liveness.lost(&nodes, now);
+        let effects = inner.index.set_lost(lost);
+        if effects.is_empty() {
+            return;
+        }
+        let at = inner.head_revision;
+        inner.append(at, now_us, effects);
         drop(inner);
         self.wake();
     }

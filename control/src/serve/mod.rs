@@ -6,6 +6,7 @@
 mod events;
 mod grpc;
 mod hub;
+mod liveness;
 mod logs;
 mod node;
 mod pods;
@@ -37,6 +38,8 @@ use hub::Hub;
 
 /// How long a new stream waits for the first complete list of every kind.
 const SYNC_TIMEOUT: Duration = Duration::from_secs(10);
+/// How often nodes are checked for signs of life.
+const LIVENESS_PERIOD: Duration = Duration::from_millis(250);
 const KEEPALIVE_INTERVAL: Duration = Duration::from_secs(10);
 /// A connection without a finished TLS handshake is nobody's and ends.
 const HANDSHAKE: Duration = Duration::from_secs(10);
@@ -159,6 +162,7 @@ impl Feed {
                 kind,
             ));
         }
+        sources.spawn(watch_nodes(Arc::clone(&self.hub)));
         let tls = ServerTlsConfig::new()
             .identity(Identity::from_pem(
                 &tls.server.cert_pem,
@@ -199,6 +203,20 @@ impl Feed {
         tokio::time::timeout(SYNC_TIMEOUT, sync).await.map_err(|_| {
             tonic::Status::unavailable("the feed has not read the cluster yet; try again")
         })
+    }
+}
+
+/// Moves the addresses of nodes that fall silent, for ever.
+async fn watch_nodes(hub: Arc<Hub>) {
+    let mut last = tokio::time::Instant::now();
+    loop {
+        tokio::time::sleep(LIVENESS_PERIOD).await;
+        let now = tokio::time::Instant::now();
+        // When this process stood still, the signs of life that came meanwhile have not been read yet.
+        if now - last < LIVENESS_PERIOD * 3 {
+            hub.check_nodes(now, now_us());
+        }
+        last = now;
     }
 }
 

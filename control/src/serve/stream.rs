@@ -197,14 +197,19 @@ async fn read(
             message = tokio::time::timeout(SILENCE_LIMIT, requests.message()) => message,
         };
         match message {
-            Ok(Ok(Some(request))) => {
-                if let Some(follow_request::Kind::Ack(ack)) = request.kind {
+            Ok(Ok(Some(request))) => match request.kind {
+                Some(follow_request::Kind::Ack(ack)) => {
                     let (revision, error) = (ack.revision, ack.error.clone());
                     if hub.ack(&node, session, ack) {
                         tracing::warn!(node, revision, error, "the node could not apply the feed");
                     }
                 }
-            }
+                Some(follow_request::Kind::Heartbeat(beat)) => {
+                    let next_in = Duration::from_millis(beat.next_in_ms.into());
+                    hub.heard(&node, session, (!next_in.is_zero()).then_some(next_in));
+                }
+                Some(follow_request::Kind::Hello(_)) | None => {}
+            },
             Ok(Ok(None) | Err(_)) => break,
             Err(_) => {
                 hub.lock().counters.silent += 1;

@@ -227,6 +227,77 @@ async fn snapshot_deltas_and_programmed_everywhere() {
     }
 }
 
+/// Service with an address that the cluster gives, as its controller leaves it.
+fn balanced(address: &str) -> serde_json::Value {
+    json!({"metadata": {"name": "lb", "namespace": "d", "uid": "u"}, "spec": {"type": "LoadBalancer"},
+        "status": {"loadBalancer": {"ingress": [{"ip": address, "ipMode": "VIP"}]},
+            "conditions": [{"type": control_feed::ADDRESSES_CONDITION, "status": "True"}]}})
+}
+
+#[tokio::test]
+async fn an_address_moves_when_its_node_falls_silent_and_not_when_a_stream_breaks() {
+    let cluster = cluster().await;
+    for name in ["n1", "n2"] {
+        let ready = json!([{"type": "Ready", "status": "True"}]);
+        let node = json!({"metadata": {"name": name}, "status": {"conditions": ready}});
+        cluster.api.put(resources::NODES, node);
+    }
+    cluster.api.put(resources::SERVICES, balanced("192.0.2.7"));
+    let owner = |state: &DesiredState| Some(state.announcements.get("192.0.2.7")?.node.clone());
+    let mut nodes = Vec::new();
+    for name in ["n1", "n2"] {
+        let mut client = cluster.node(name).await;
+        let mut node = Node::follow(&mut client, hello(name, None)).await.unwrap();
+        node.until(|s| owner(s).is_some()).await;
+        let requests = node.requests.clone();
+        let beating = tokio::spawn(async move {
+            loop {
+                let beat = control_api::v1::Heartbeat {
+                    sent_at_us: 0,
+                    next_in_ms: 200,
+                };
+                let beat = request(follow_request::Kind::Heartbeat(beat));
+                if requests.send(beat).await.is_err() {
+                    return;
+                }
+                tokio::time::sleep(Duration::from_millis(100)).await;
+            }
+        });
+        nodes.push((name, node, beating));
+    }
+    let first = owner(&nodes[0].1.state).unwrap();
+    let at = usize::from(first == "n2");
+    let (_, lost, beating) = nodes.remove(at);
+    let (left_name, mut left, _) = nodes.remove(0);
+    beating.abort();
+    let silent = std::time::Instant::now();
+    left.until(|s| owner(s).as_deref() == Some(left_name)).await;
+    assert!(
+        silent.elapsed() < Duration::from_secs(3),
+        "{:?}",
+        silent.elapsed()
+    );
+    // It comes back and has its address again: the choice depends on who is there only.
+    drop(lost);
+    let mut client = cluster.node(&first).await;
+    let mut back = Node::follow(&mut client, hello(&first, None))
+        .await
+        .unwrap();
+    back.until(|s| owner(s).as_deref() == Some(first.as_str()))
+        .await;
+    // A stream that ends and is there again within two seconds moves nothing.
+    drop(back);
+    tokio::time::sleep(Duration::from_millis(1000)).await;
+    left.until(|s| owner(s).as_deref() == Some(first.as_str()))
+        .await;
+    let _back = Node::follow(&mut client, hello(&first, None))
+        .await
+        .unwrap();
+    cluster.service("other", "10.96.0.9");
+    left.until(|s| s.services.len() == 2).await;
+    assert_eq!(owner(&left.state), Some(first));
+}
+
 #[tokio::test]
 async fn a_node_resumes_without_a_snapshot_and_gets_its_own_pods_only() {
     let cluster = cluster().await;
