@@ -6,6 +6,7 @@ use core::hash::Hash;
 /// Protocol numbers that have ports.
 pub const TCP: u8 = 6;
 pub const UDP: u8 = 17;
+pub const SCTP: u8 = 132;
 pub const ICMP: u8 = 1;
 pub const ICMPV6: u8 = 58;
 

@@ -4,4 +4,6 @@ mod arithmetic;
 mod collect;
 mod histories;
 mod sockets;
+mod limit;
+mod sctp;
 mod tables;
