@@ -14,7 +14,7 @@ fn add(sum: u64, from: u32, to: u32) -> u64 {
     reason = "the carries are folded in before"
 )]
 #[inline(always)]
-fn fold32(sum: u64) -> u32 {
+pub(crate) fn fold32(sum: u64) -> u32 {
     let sum = (sum & 0xffff_ffff) + (sum >> 32);
     let sum = (sum & 0xffff_ffff) + (sum >> 32);
     sum as u32
@@ -42,6 +42,13 @@ pub fn port_difference(from: (Port, Port), to: (Port, Port)) -> u32 {
     let from = ((from.0.0 as u32) << 16) | from.1.0 as u32;
     let to = ((to.0.0 as u32) << 16) | to.1.0 as u32;
     fold32(add(0, from, to))
+}
+
+/// Difference that a change of one 16-bit word makes.
+#[inline(always)]
+#[must_use]
+pub fn word_difference(from: u16, to: u16) -> u32 {
+    (!from) as u32 + to as u32
 }
 
 /// Applies a difference to a checksum as it lies in a header (RFC 1624, equation 3).

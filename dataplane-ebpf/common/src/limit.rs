@@ -24,8 +24,11 @@ impl Bucket {
         const TOKEN: u32 = 1_000;
         const FULL: u32 = MESSAGES_BURST * TOKEN;
         let passed_ms = now_ms.wrapping_sub(self.at_ms);
-        let back = passed_ms as u64 * MESSAGES_PER_S as u64;
-        let back = if back > FULL as u64 { FULL } else { back as u32 };
+        let back = if passed_ms < FULL / MESSAGES_PER_S {
+            passed_ms * MESSAGES_PER_S
+        } else {
+            FULL
+        };
         let taken = self.taken.saturating_sub(back);
         self.at_ms = now_ms;
         let granted = taken + TOKEN <= FULL;

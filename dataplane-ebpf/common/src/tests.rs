@@ -4,6 +4,8 @@ mod arithmetic;
 mod collect;
 mod histories;
 mod sockets;
+mod icmp;
 mod limit;
 mod sctp;
 mod tables;
+mod wire;

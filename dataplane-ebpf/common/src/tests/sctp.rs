@@ -91,7 +91,11 @@ fn chunks_open_and_end_an_association() {
         assert_eq!(flags(kind), tcp::ACK);
     }
     assert_eq!(flags(chunk::ABORT), tcp::RST);
-    for kind in [chunk::SHUTDOWN, chunk::SHUTDOWN_ACK, chunk::SHUTDOWN_COMPLETE] {
+    for kind in [
+        chunk::SHUTDOWN,
+        chunk::SHUTDOWN_ACK,
+        chunk::SHUTDOWN_COMPLETE,
+    ] {
         assert_eq!(flags(kind) & tcp::FIN, tcp::FIN);
     }
 }
