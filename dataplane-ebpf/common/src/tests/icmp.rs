@@ -115,31 +115,27 @@ fn without_zeroes(mut bytes: Vec<u8>, at: &[usize]) -> Vec<u8> {
     bytes
 }
 
-fn check<A: TestFamily + WireFamily + Messages>(case: &Case) -> Result<(), TestCaseError> {
+/// Address and port.
+type End<A> = (A, Port);
+
+/// The two ends of the quoted packet: as on the wire after translation, and as its sender wrote them.
+struct Sides<A> {
+    wire: (End<A>, End<A>),
+    written: (End<A>, End<A>),
+}
+
+/// Enters the flow of a case.
+fn flow_of<A: TestFamily>(tables: &mut Collections<A>, case: &Case) -> Sides<A> {
     let port = |index: usize| Port::new(case.ports[index]);
     let client = (A::pod(1), port(0));
-    let mut backend = (A::pod(9), port(3));
-    let mut service = (A::service(1), port(1));
-    let mut seen = if case.masqueraded {
-        (A::node(), port(2))
-    } else {
-        client
+    let node = (A::node(), port(2));
+    let (service, seen, backend) = match (case.direct, case.masqueraded) {
+        (false, false) => ((A::service(1), port(1)), client, (A::pod(9), port(3))),
+        (false, true) => ((A::service(1), port(1)), node, (A::pod(9), port(3))),
+        (true, false) => ((A::pod(9), port(3)), client, (A::pod(9), port(3))),
+        (true, true) => ((A::pod(9), port(3)), node, (A::pod(9), port(3))),
     };
-    if case.direct {
-        (service, seen) = (backend, client);
-    }
-    if case.direct && case.masqueraded {
-        // A pod's way to the outside.
-        (seen, backend) = ((A::node(), port(2)), service);
-    }
-    let mut tables = Collections::<A>::new(1, 16);
-    let key = FlowKey {
-        source: client.0,
-        destination: service.0,
-        source_port: client.1,
-        destination_port: service.1,
-        protocol: case.protocol.into(),
-    };
+    let key = header(client, service, case.protocol).key();
     let flow = Flow {
         backend: backend.0,
         source: seen.0,
@@ -150,49 +146,46 @@ fn check<A: TestFamily + WireFamily + Messages>(case: &Case) -> Result<(), TestC
     };
     tables.flows.insert(key, flow);
     tables.replies.insert(flow.reply_key(), key);
-
-    // As on the wire after translation, and as its sender wrote it.
-    let (wire, written) = if case.about_answer {
-        ((service, client), (backend, seen))
+    if case.about_answer {
+        Sides {
+            wire: (service, client),
+            written: (backend, seen),
+        }
     } else {
-        ((seen, backend), (client, service))
+        Sides {
+            wire: (seen, backend),
+            written: (client, service),
+        }
+    }
+}
+
+/// The error of a case about the packet between `ends`.
+fn error_about<A: WireFamily + TestFamily>(case: &Case, ends: (End<A>, End<A>)) -> Vec<u8> {
+    let mut quote = packet(ends.0, ends.1, case.protocol, case.sealed, &case.payload);
+    quote.truncate(A::HEADER + case.quoted);
+    let kind = if A::CHECKSUM.is_some() {
+        (3, 4)
+    } else {
+        (2, 0)
     };
-    let router = A::service(200);
-    let reporter =
-        |packet: ((A, Port), (A, Port))| if case.by_receiver { packet.1.0 } else { router };
-    let quote = |packet_of: ((A, Port), (A, Port))| {
-        let mut bytes = packet(
-            packet_of.0,
-            packet_of.1,
-            case.protocol,
-            case.sealed,
-            &case.payload,
-        );
-        bytes.truncate(A::HEADER + case.quoted);
-        bytes
-    };
-    let kind = if A::PROTOCOL == 1 { (3, 4) } else { (2, 0) };
     let rest = [0, 0, 5, 20];
-    let mut got = message(reporter(wire), wire.0.0, kind, rest, &quote(wire));
-    let wanted = message(reporter(written), written.0.0, kind, rest, &quote(written));
+    message(reporter(case, ends), ends.0.0, kind, rest, &quote)
+}
 
-    let outer = Packet {
-        source: reporter(wire),
-        destination: wire.0.0,
-        ..Packet::default()
-    };
-    let inner = header(wire.0, wire.1, case.protocol);
-    let related = relate(&mut tables, &outer, &inner);
-    let about = if case.about_answer {
-        Translation::Forward
+/// Who sends it: the destination itself, or a router.
+fn reporter<A: TestFamily>(case: &Case, ends: (End<A>, End<A>)) -> A {
+    if case.by_receiver {
+        ends.1.0
     } else {
-        Translation::Reply
-    };
-    prop_assert_eq!(related.translation, about);
+        A::service(200)
+    }
+}
 
+/// The checksums as the programs read them off the error.
+fn checksums_of<A: WireFamily>(case: &Case, error: &[u8]) -> Checksums {
     let field = |at: usize| {
-        got.get(at..at + 2)
-            .map(|field| u16::from_ne_bytes([field[0], field[1]]))
+        let field = error.get(at..at + 2)?;
+        Some(u16::from_ne_bytes([field[0], field[1]]))
     };
     let transport = A::HEADER * 2 + 8;
     let checksum = match case.protocol {
@@ -200,19 +193,39 @@ fn check<A: TestFamily + WireFamily + Messages>(case: &Case) -> Result<(), TestC
         UDP => field(transport + 6).filter(|sum| *sum != 0),
         _ => None,
     };
-    let old = Checksums {
+    Checksums {
         message: field(A::HEADER + 2).expect("whole"),
         quoted_header: A::CHECKSUM
             .and_then(|at| field(A::HEADER + 8 + at))
             .unwrap_or(0),
         quoted_transport: checksum.unwrap_or(0),
         flags: if checksum.is_some() { 0 } else { NO_CHECKSUM },
+    }
+}
+
+fn check<A: TestFamily + WireFamily + Messages>(case: &Case) -> Result<(), TestCaseError> {
+    let mut tables = Collections::<A>::new(1, 16);
+    let sides = flow_of(&mut tables, case);
+    let mut got = error_about(case, sides.wire);
+    let wanted = error_about(case, sides.written);
+
+    let outer = Packet {
+        source: reporter(case, sides.wire),
+        destination: sides.wire.0.0,
+        ..Packet::default()
     };
-    carry_out(
-        &mut got,
-        &related,
-        move_checksums(old, &outer, &inner, &related),
-    );
+    let inner = header(sides.wire.0, sides.wire.1, case.protocol);
+    let related = relate(&mut tables, &outer, &inner);
+    let towards = if case.about_answer {
+        Translation::Forward
+    } else {
+        Translation::Reply
+    };
+    prop_assert_eq!(related.translation, towards);
+    let old = checksums_of::<A>(case, &got);
+    let new = move_checksums(old, &outer, &inner, &related);
+    carry_out(&mut got, &related, new);
+    let transport = A::HEADER * 2 + 8;
     let sums = [A::HEADER + 2, A::HEADER + 18, transport + 16, transport + 6];
     prop_assert_eq!(without_zeroes(got, &sums), without_zeroes(wanted, &sums));
     Ok(())
