@@ -1,10 +1,11 @@
-//! Answers to packets for service ports that nobody serves: a reset for TCP (RFC 9293, section 3.10.7.1), a port
-//! unreachable message for the rest (RFC 792, RFC 4443). Clients then fail at once instead of waiting.
+//! Answers to packets that nobody takes: a reset for TCP (RFC 9293, section 3.10.7.1), an unreachable message for the
+//! rest (RFC 792, RFC 4443). Clients then fail at once instead of waiting. Packets that must not be answered are not
+//! (RFC 1122, section 3.2.2; RFC 4443, section 2.4).
 //!
 //! Headers are built as 16-bit words as they lie in memory, which is all that their checksums need.
 
 use crate::address::{Family, ICMP, ICMPV6, TCP, V4, V6};
-use crate::packet::{Packet, tcp};
+use crate::packet::{LATER_FRAGMENT, Packet, tcp};
 
 const HOPS: u16 = 64;
 
@@ -20,16 +21,49 @@ pub struct Segment {
     pub payload: u32,
 }
 
-/// The IP header and the first eight bytes after it, as words: what a message about a packet quotes of it.
+/// What is unreachable.
+#[repr(u32)]
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Unreachable {
+    /// Nobody listens at the port.
+    Port,
+    /// Nobody has the address.
+    Host,
+}
+
+/// What a message quotes of the packet that it is about: headers and eight bytes of what follows.
+#[repr(C)]
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Quote {
+    /// A multiple of two.
+    pub bytes: u16,
+    /// Sum of its 16-bit words as they lie in memory, carries not folded.
+    pub sum: u32,
+}
+
+/// Longest quote, in bytes: 60 bytes of IPv4 header, or 40 of IPv6 and 112 of extensions, and eight more. Packets with
+/// more headers are dropped in silence.
+pub const MAX_QUOTE: u32 = 160;
+
+/// Families in which refusals can be written.
 pub trait Refuse: Family {
     /// IP header and TCP header.
     type Reset: Copy;
     /// IP header and ICMP header, for in front of the quote.
     type Notice: Copy;
-    type Quote: Copy;
 
     fn reset(packet: &Packet<Self>, segment: &Segment) -> Self::Reset;
-    fn notice(packet: &Packet<Self>, quote: &Self::Quote) -> Self::Notice;
+    fn notice(packet: &Packet<Self>, what: Unreachable, quote: &Quote) -> Self::Notice;
+}
+
+/// True when the packet may be answered at all: its source is one host, its destination too, and it has the headers
+/// that the answer is about. Errors and resets are for the caller to exclude: they are told by the transport header.
+#[inline(always)]
+#[must_use]
+pub fn may_answer<A: Family>(packet: &Packet<A>) -> bool {
+    packet.flags & LATER_FRAGMENT == 0
+        && !packet.source.is_link_scope()
+        && !packet.destination.is_link_scope()
 }
 
 /// Folds a sum of words and complements it.
@@ -138,7 +172,6 @@ fn put_ipv6(words: &mut [u16], packet: &Packet<V6>, payload: u16, protocol: u8) 
 impl Refuse for V4 {
     type Reset = [u16; 20];
     type Notice = [u16; 14];
-    type Quote = [u16; 14];
 
     #[inline(always)]
     fn reset(packet: &Packet<Self>, segment: &Segment) -> Self::Reset {
@@ -149,13 +182,16 @@ impl Refuse for V4 {
     }
 
     #[inline(always)]
-    fn notice(packet: &Packet<Self>, quote: &Self::Quote) -> Self::Notice {
-        /// Destination unreachable, port unreachable.
-        const TYPE_AND_CODE: u16 = 0x0303;
+    fn notice(packet: &Packet<Self>, what: Unreachable, quote: &Quote) -> Self::Notice {
+        const HEADERS: u16 = 28;
+        let type_and_code: u16 = match what {
+            Unreachable::Port => 0x0303,
+            Unreachable::Host => 0x0301,
+        };
         let mut words = [0; 14];
-        put_ipv4(&mut words, packet, 56, ICMP);
-        words[10] = TYPE_AND_CODE.to_be();
-        words[11] = finish(sum_words(&words, 10, 14) + sum_words(quote, 0, 14));
+        put_ipv4(&mut words, packet, HEADERS + quote.bytes, ICMP);
+        words[10] = type_and_code.to_be();
+        words[11] = finish(sum_words(&words, 10, 14) + quote.sum);
         words
     }
 }
@@ -163,7 +199,6 @@ impl Refuse for V4 {
 impl Refuse for V6 {
     type Reset = [u16; 30];
     type Notice = [u16; 24];
-    type Quote = [u16; 24];
 
     #[inline(always)]
     fn reset(packet: &Packet<Self>, segment: &Segment) -> Self::Reset {
@@ -174,16 +209,19 @@ impl Refuse for V6 {
     }
 
     #[inline(always)]
-    fn notice(packet: &Packet<Self>, quote: &Self::Quote) -> Self::Notice {
-        /// Destination unreachable, port unreachable.
-        const TYPE_AND_CODE: u16 = 0x0104;
-        const ICMP_BYTES: u16 = 56;
+    fn notice(packet: &Packet<Self>, what: Unreachable, quote: &Quote) -> Self::Notice {
+        const HEADER: u16 = 8;
+        let type_and_code: u16 = match what {
+            Unreachable::Port => 0x0104,
+            Unreachable::Host => 0x0103,
+        };
+        let icmp_bytes = HEADER + quote.bytes;
         let mut words = [0; 24];
-        put_ipv6(&mut words, packet, ICMP_BYTES, ICMPV6);
-        words[20] = TYPE_AND_CODE.to_be();
+        put_ipv6(&mut words, packet, icmp_bytes, ICMPV6);
+        words[20] = type_and_code.to_be();
         let pseudo =
-            sum_words(&words, 4, 20) + (ICMPV6 as u16).to_be() as u32 + ICMP_BYTES.to_be() as u32;
-        words[21] = finish(pseudo + sum_words(&words, 20, 24) + sum_words(quote, 0, 24));
+            sum_words(&words, 4, 20) + (ICMPV6 as u16).to_be() as u32 + icmp_bytes.to_be() as u32;
+        words[21] = finish(pseudo + sum_words(&words, 20, 24) + quote.sum);
         words
     }
 }

@@ -6,6 +6,7 @@ mod histories;
 mod sockets;
 mod icmp;
 mod limit;
+mod refuse;
 mod sctp;
 mod tables;
 mod wire;
