@@ -63,6 +63,8 @@ pub struct Related<A> {
     /// `Reply`: to the client, about a packet that it sent. `Forward`: to the backend, about an answer. `None`: the
     /// quoted packet belongs to no flow, and everything here is as it was.
     pub translation: Translation,
+    /// One when anything differs from what it was.
+    pub changes: u32,
     /// Of the error itself.
     pub source: A,
     pub destination: A,
@@ -83,6 +85,7 @@ pub fn relate<A: Family, T: Tables<A>>(
 ) -> Related<A> {
     let mut related = Related {
         translation: Translation::None,
+        changes: 0,
         source: message.source,
         destination: message.destination,
         quoted_source: quoted.source,
@@ -133,6 +136,7 @@ impl<A: Family> Related<A> {
         if message.source == quoted.destination {
             self.source = known.destination;
         }
+        self.changes = (quoted.key() != *known) as u32;
     }
 }
 

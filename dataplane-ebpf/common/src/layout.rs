@@ -257,15 +257,34 @@ pub struct FragmentKey<A> {
     pub source: A,
     pub destination: A,
     pub identification: u32,
+    /// Protocol number, and the hook's number in the second byte.
     pub protocol: u32,
 }
 
-/// What only its first fragment carries.
+/// What only its first fragment carries, and how much of it has passed.
 #[repr(C)]
 #[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
-pub struct FragmentPorts {
+pub struct Datagram {
     pub source_port: Port,
     pub destination_port: Port,
+    /// Payload bytes of the fragments that have passed.
+    pub bytes: u32,
+    /// Of the whole datagram; zero until its last fragment has passed.
+    pub total: u32,
+    /// Seconds of the monotonic clock when the first fragment passed.
+    pub seen_s: u32,
+    /// One when every fragment has passed: its identification may come again.
+    pub complete: u32,
+}
+
+/// Where fragments go that came before the first of their datagram.
+#[repr(C)]
+#[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
+pub struct Park {
+    /// Near side of the link to user space; zero while there is none.
+    pub ifindex: u32,
+    /// Seconds of the monotonic clock of the last sign of life.
+    pub alive_s: u32,
 }
 
 /// An address that lives on this node, or that another node has.
@@ -341,7 +360,7 @@ macro_rules! assert_layout {
 }
 
 assert_layout! {
-    AffinityKey<V4> = 8, AffinityKey<V6> = 20, Affinity = 12, FragmentKey<V4> = 16, FragmentKey<V6> = 40,
+    AffinityKey<V4> = 8, AffinityKey<V6> = 20, Affinity = 12, FragmentKey<V4> = 16, FragmentKey<V6> = 40, Datagram = 20, Park = 8,
     FlowKey<V4> = 16, FlowKey<V6> = 40, Flow<V4> = 64, Flow<V6> = 88, FrontendKey<V4> = 8, FrontendKey<V6> = 20,
     Frontend = 24, SlotKey = 8, Backend<V4> = 12, Backend<V6> = 24, Endpoint = 20, Link = 24, Node<V4> = 44,
     Node<V6> = 56, MaglevKey = 8, MaglevBlock = 256, SourceRangeKey<V4> = 12, SourceRangeKey<V6> = 24, RangeKey<V4> = 8,

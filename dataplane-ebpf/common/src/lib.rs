@@ -11,6 +11,7 @@ pub mod address;
 pub mod checksum;
 pub mod collect;
 pub mod flow;
+pub mod fragment;
 pub mod icmp;
 pub mod layout;
 mod open;

@@ -1,13 +1,15 @@
 //! From a packet without a flow to one: a service port's backend, or the destination itself; the source that it will
 //! see; and the pair of entries.
 
-use crate::address::{Family, ICMP, ICMPV6, Port};
+use crate::address::{Family, ICMP, ICMPV6, Port, SCTP, TCP, UDP};
+use crate::fragment::PARK_ALIVE_S;
+use crate::icmp::is_virtual;
 use crate::layout::{
     ENDPOINT_NODE, ENDPOINT_NODE_PORTS, ENDPOINT_PEER, FLOW_INBOUND, FLOW_MASQUERADED, FLOW_PLAIN,
-    FLOW_SERVICE, FRONTEND_EXTERNAL_SCOPE, Flow, FlowKey, FrontendKey, NODE_MASQUERADE, RANGE_OWN,
-    RANGE_SERVICE, SCOPE_ALL, SCOPE_EXTERNAL,
+    FLOW_SERVICE, FRONTEND_EXTERNAL_SCOPE, Flow, FlowKey, FrontendKey, NODE_MASQUERADE, Park,
+    RANGE_OWN, RANGE_SERVICE, SCOPE_ALL, SCOPE_EXTERNAL,
 };
-use crate::packet::{Action, Decision, Packet, tcp};
+use crate::packet::{Action, Decision, LATER_FRAGMENT, Packet, tcp};
 use crate::path::{Hook, Translated, deliver};
 use crate::reason::{DropReason, Event};
 use crate::service;
@@ -105,7 +107,7 @@ pub fn open<A: Family, T: Tables<A>>(
         Served::Address => DropReason::NoFrontend,
         Served::No => match hook {
             Hook::Host => DropReason::NoFrontend,
-            Hook::Own => return Decision::untouched(packet, Action::Stack),
+            Hook::Own | Hook::Stack => return Decision::untouched(packet, Action::Stack),
             Hook::Pod => direct(tables, packet, &mut flow),
             Hook::Network => inbound(tables, packet, &mut flow),
         },
@@ -127,20 +129,67 @@ pub fn open<A: Family, T: Tables<A>>(
     deliver(tables, hook, packet, &translated)
 }
 
-/// Packets that no flow can have: other protocols, messages about packets, fragments whose first is unknown.
+/// Packets that no flow can have: other protocols, errors about packets that no flow has, fragments whose first is
+/// unknown.
 #[inline(always)]
 fn pass_through<A: Family, T: Tables<A>>(
     tables: &mut T,
     hook: Hook,
     packet: &Packet<A>,
 ) -> Decision<A> {
+    if is_early(packet) && is_ours(tables, hook, packet) {
+        return park(tables, packet);
+    }
     match hook {
         Hook::Host => Decision::drop(packet, DropReason::NoFrontend),
-        Hook::Own => Decision::untouched(packet, Action::Stack),
+        Hook::Own | Hook::Stack => Decision::untouched(packet, Action::Stack),
         Hook::Pod if packet.destination.is_link_scope() => {
             Decision::untouched(packet, Action::Stack)
         }
         Hook::Pod | Hook::Network => deliver(tables, hook, packet, &Translated::none(packet)),
+    }
+}
+
+/// A fragment whose ports are not known yet.
+#[inline(always)]
+fn is_early<A: Family>(packet: &Packet<A>) -> bool {
+    packet.flags & LATER_FRAGMENT != 0
+        && matches!(packet.protocol, TCP | UDP | SCTP | ICMP | ICMPV6)
+}
+
+/// True when the way of a fragment depends on its ports. The node's own stack sends fragments in their order.
+#[inline(always)]
+fn is_ours<A: Family, T: Tables<A>>(tables: &mut T, hook: Hook, packet: &Packet<A>) -> bool {
+    match hook {
+        Hook::Pod => !packet.destination.is_link_scope(),
+        Hook::Host => true,
+        Hook::Network => {
+            let place = Place::of(tables, &packet.destination);
+            place.is_local_pod()
+                || place.endpoint & ENDPOINT_NODE != 0
+                || is_virtual(tables, packet.destination)
+        }
+        Hook::Own | Hook::Stack => false,
+    }
+}
+
+/// Keeps a fragment until its first has passed. While nobody keeps it, those for the node itself go on without.
+#[inline(always)]
+fn park<A: Family, T: Tables<A>>(tables: &mut T, packet: &Packet<A>) -> Decision<A> {
+    let park: Park = Tables::<A>::park(tables);
+    if park.ifindex != 0 && tables.now_s().saturating_sub(park.alive_s) <= PARK_ALIVE_S {
+        let mut decision = Decision::untouched(packet, Action::Park);
+        decision.ifindex = park.ifindex;
+        return decision;
+    }
+    let on_node = match tables.endpoint(&packet.destination) {
+        Some(endpoint) => endpoint.flags & ENDPOINT_NODE != 0,
+        None => false,
+    };
+    if on_node {
+        Decision::untouched(packet, Action::Stack)
+    } else {
+        Decision::drop(packet, DropReason::EarlyFragment)
     }
 }
 

@@ -24,7 +24,7 @@ pub struct Packet<A> {
     pub protocol: u8,
     /// Zero unless TCP.
     pub tcp_flags: u8,
-    /// [`WITH_PORTS`], [`FRAGMENT`] and [`LATER_FRAGMENT`].
+    /// [`WITH_PORTS`], [`FRAGMENT`], [`LATER_FRAGMENT`] and [`ERROR`].
     pub flags: u16,
     /// Of the datagram that this is a fragment of; zero for whole ones.
     pub identification: u32,
@@ -37,12 +37,20 @@ pub const WITH_PORTS: u16 = 1;
 pub const FRAGMENT: u16 = 2;
 /// Not the first part: no transport header. Its ports, if known, were carried by the first.
 pub const LATER_FRAGMENT: u16 = 4;
+/// An ICMP error: it quotes the packet that it is about.
+pub const ERROR: u16 = 8;
 
 impl<A: Family> Packet<A> {
     #[inline(always)]
     #[must_use]
     pub fn has_ports(&self) -> bool {
         self.flags & WITH_PORTS != 0
+    }
+
+    #[inline(always)]
+    #[must_use]
+    pub fn is_error(&self) -> bool {
+        self.flags & ERROR != 0
     }
 
     #[inline(always)]
@@ -93,6 +101,10 @@ pub enum Action {
     Host,
     /// Not decided yet: no flow has this packet, see [`crate::path::open`].
     Open,
+    /// Not decided yet: it is about a packet that it quotes, see [`crate::icmp::relate`].
+    Relate,
+    /// To user space until the first fragment of its datagram has passed: out of [`Decision::ifindex`].
+    Park,
 }
 
 /// What translation did.

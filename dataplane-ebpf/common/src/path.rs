@@ -3,11 +3,12 @@
 
 use crate::address::{Family, ICMPV6, Port, V4, V6};
 use crate::flow::Fitness;
+use crate::icmp::Related;
 use crate::layout::{
     ENDPOINT_NODE, ENDPOINT_PEER, ENDPOINT_READY, Endpoint, FLOW_PLAIN, FLOW_SERVICE, Flow,
-    FragmentKey, FragmentPorts, LINK_HAS_V4, LINK_HAS_V6, LINK_HOST, Link,
+    LINK_HAS_V4, LINK_HAS_V6, LINK_HOST, Link,
 };
-use crate::packet::{Action, Decision, FRAGMENT, Packet, Translation, WITH_PORTS};
+use crate::packet::{Action, Decision, Packet, Translation};
 use crate::reason::{DropReason, Event};
 use crate::tables::{Inserted, Tables};
 
@@ -25,6 +26,8 @@ pub enum Hook {
     Network = 2,
     /// Out of the loopback link: a process of this node that asks for an address of this node.
     Own = 3,
+    /// Out to a pod or an uplink, from the node's own stack.
+    Stack = 4,
 }
 
 impl Hook {
@@ -36,6 +39,7 @@ impl Hook {
             1 => Self::Host,
             2 => Self::Network,
             3 => Self::Own,
+            4 => Self::Stack,
             _ => Self::Pod,
         }
     }
@@ -132,32 +136,6 @@ impl LinkAddress for V6 {
     }
 }
 
-/// Gives later fragments the ports that their first fragment had, and remembers those of a first. To be called before
-/// the decision. Fragments that overtake their first stay without ports.
-#[inline(always)]
-pub fn complete_fragment<A: Family, T: Tables<A>>(tables: &mut T, packet: &mut Packet<A>) {
-    if packet.flags & FRAGMENT == 0 {
-        return;
-    }
-    let key = FragmentKey {
-        source: packet.source,
-        destination: packet.destination,
-        identification: packet.identification,
-        protocol: packet.protocol as u32,
-    };
-    if packet.has_ports() {
-        let ports = FragmentPorts {
-            source_port: packet.source_port,
-            destination_port: packet.destination_port,
-        };
-        tables.set_fragment(&key, &ports);
-    } else if let Some(ports) = tables.fragment(&key) {
-        packet.source_port = ports.source_port;
-        packet.destination_port = ports.destination_port;
-        packet.flags |= WITH_PORTS;
-    }
-}
-
 /// A packet that came in on a pod's link or on the host link.
 #[inline(always)]
 pub fn from_pod<A: LinkAddress, T: Tables<A>>(
@@ -175,9 +153,42 @@ pub fn from_pod<A: LinkAddress, T: Tables<A>>(
     }
     let known = known_flow(tables, packet);
     if known.found == 0 {
-        return Decision::untouched(packet, Action::Open);
+        return undecided(packet);
     }
     deliver(tables, hook, packet, &known)
+}
+
+/// No flow has the packet: which program says where it goes.
+#[inline(always)]
+fn undecided<A: Family>(packet: &Packet<A>) -> Decision<A> {
+    let action = if packet.is_error() {
+        Action::Relate
+    } else {
+        Action::Open
+    };
+    Decision::untouched(packet, action)
+}
+
+/// An ICMP error about a packet of a flow goes where the flow's packets go. `related` is what it is about.
+#[inline(always)]
+pub fn deliver_error<A: Family, T: Tables<A>>(
+    tables: &mut T,
+    hook: Hook,
+    packet: &Packet<A>,
+    related: &Related<A>,
+) -> Decision<A> {
+    let mut translated = Translated::none(packet);
+    translated.found = 1;
+    if related.changes != 0 {
+        translated.translation = related.translation;
+        translated.source = related.source;
+        translated.destination = related.destination;
+    }
+    // The node's own stack has found the way already, unless it leads elsewhere now.
+    if hook == Hook::Stack && related.destination == packet.destination {
+        return decision(tables, packet, &translated, Action::Stack);
+    }
+    deliver(tables, hook, packet, &translated)
 }
 
 /// The hook that a link's ingress is.
@@ -196,7 +207,7 @@ pub fn hook_of(link: &Link) -> Hook {
 pub fn from_network<A: Family, T: Tables<A>>(tables: &mut T, packet: &Packet<A>) -> Decision<A> {
     let known = known_flow_answers_first(tables, packet);
     if known.found == 0 {
-        return Decision::untouched(packet, Action::Open);
+        return undecided(packet);
     }
     deliver(tables, Hook::Network, packet, &known)
 }
@@ -204,12 +215,12 @@ pub fn from_network<A: Family, T: Tables<A>>(tables: &mut T, packet: &Packet<A>)
 /// A packet of a process of this node to an address of this node, on the loopback link.
 #[inline(always)]
 pub fn from_self<A: Family, T: Tables<A>>(tables: &mut T, packet: &Packet<A>) -> Decision<A> {
-    if packet.destination.is_loopback() || !packet.has_ports() {
+    if packet.destination.is_loopback() || !(packet.has_ports() || packet.is_error()) {
         return Decision::untouched(packet, Action::Stack);
     }
     let known = known_flow_answers_first(tables, packet);
     if known.found == 0 {
-        return Decision::untouched(packet, Action::Open);
+        return undecided(packet);
     }
     deliver(tables, Hook::Own, packet, &known)
 }
@@ -217,6 +228,9 @@ pub fn from_self<A: Family, T: Tables<A>>(tables: &mut T, packet: &Packet<A>) ->
 /// A packet of the node's own stack on its way into a pod, or out of an uplink: only answers are translated.
 #[inline(always)]
 pub fn from_stack<A: Family, T: Tables<A>>(tables: &mut T, packet: &Packet<A>) -> Decision<A> {
+    if packet.is_error() {
+        return Decision::untouched(packet, Action::Relate);
+    }
     if !packet.has_ports() {
         return Decision::untouched(packet, Action::Stack);
     }

@@ -61,6 +61,8 @@ numbered! {
         NoEndpoint = "no_endpoint",
         /// A program that goes on with the packet is not loaded.
         ProgramMissing = "program_missing",
+        /// A fragment came before the first of its datagram, and no agent ran that keeps it.
+        EarlyFragment = "early_fragment",
     }
 }
 
@@ -91,6 +93,14 @@ numbered! {
         FlowHealed = "flow_healed",
         /// A flow that needs no translation found no room: its packets go on without a record.
         FlowUntracked = "flow_untracked",
+        /// An ICMP error was about a packet of a translated flow, and was translated too.
+        TranslatedError = "translated_error",
+        /// A fragment that came before the first of its datagram was handed to user space.
+        Parked = "parked",
+        /// An echo request to a service's address was answered.
+        EchoAnswered = "echo_answered",
+        /// A dropped packet was not answered: too many others were.
+        RefusalLimited = "refusal_limited",
         /// A dropped packet was answered with a reset or a port unreachable message.
         Refused = "refused",
     }

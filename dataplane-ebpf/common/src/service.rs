@@ -70,7 +70,7 @@ fn needs_node_address<A: Family, T: Tables<A>>(
             };
             *backend == packet.source || (masquerade && Place::of(tables, backend).is_outside())
         }
-        Hook::Host | Hook::Own => match tables.endpoint(&packet.source) {
+        Hook::Host | Hook::Own | Hook::Stack => match tables.endpoint(&packet.source) {
             Some(endpoint) => endpoint.flags & ENDPOINT_NODE == 0,
             None => true,
         },

@@ -2,8 +2,8 @@
 //! of a packet for an operator.
 
 use crate::layout::{
-    Affinity, AffinityKey, Backend, Endpoint, Flow, FlowKey, FragmentKey, FragmentPorts, Frontend,
-    FrontendKey, Node, Range, SlotKey,
+    Affinity, AffinityKey, Backend, Datagram, Endpoint, Flow, FlowKey, FragmentKey, Frontend,
+    FrontendKey, Node, Park, Range, SlotKey,
 };
 use crate::reason::Event;
 
@@ -44,9 +44,11 @@ pub trait Tables<A> {
     /// Adds or replaces. A full table forgets it: the client's next flow chooses freely.
     fn set_affinity(&mut self, key: &AffinityKey<A>, affinity: &Affinity);
 
-    fn fragment(&mut self, key: &FragmentKey<A>) -> Option<&FragmentPorts>;
+    fn datagram(&mut self, key: &FragmentKey<A>) -> Option<&mut Datagram>;
     /// Adds or replaces, at the cost of the oldest.
-    fn set_fragment(&mut self, key: &FragmentKey<A>, ports: &FragmentPorts);
+    fn set_datagram(&mut self, key: &FragmentKey<A>, datagram: &Datagram);
+    /// See [`Park`].
+    fn park(&mut self) -> Park;
 
     fn flow(&mut self, key: &FlowKey<A>) -> Option<&mut Flow<A>>;
     fn insert_flow(&mut self, key: &FlowKey<A>, flow: &Flow<A>) -> Inserted;

@@ -8,10 +8,7 @@ use proptest::prelude::*;
 use super::tables::{Collections, LOCAL_PODS, TestFamily, from_network, from_pod};
 use crate::address::{TCP, UDP};
 use crate::layout::{FLOW_SERVICE, FlowKey, backend_state};
-use crate::packet::{
-    Action, Decision, FRAGMENT, LATER_FRAGMENT, Packet, Translation, WITH_PORTS, tcp,
-};
-use crate::path::complete_fragment;
+use crate::packet::{Action, Decision, Packet, Translation, WITH_PORTS, tcp};
 use crate::reason::DropReason;
 use crate::{Port, V4, V6};
 
@@ -460,33 +457,5 @@ fn affinity_holds_until_its_time_or_its_backend_ends() {
         open(&mut tables, 1, 51),
         kept,
         "a backend that went gives way"
-    );
-}
-
-/// Later fragments go where their first went.
-#[test]
-fn fragments_follow_their_first() {
-    let mut tables = Collections::<V4>::new(7, 16);
-    tables.serve(1, UDP, &[(5, false), (6, false)]);
-    let mut first = packet::<V4>(1, 1, 1, UDP, 0);
-    (first.flags, first.identification) = (WITH_PORTS | FRAGMENT, 77);
-    complete_fragment(&mut tables, &mut first);
-    let sent = from_pod(&mut tables, &V4::link(1), &first);
-    let mut later = first;
-    (later.flags, later.source_port, later.destination_port) =
-        (FRAGMENT | LATER_FRAGMENT, Port::default(), Port::default());
-    complete_fragment(&mut tables, &mut later);
-    let followed = from_pod(&mut tables, &V4::link(1), &later);
-    assert_eq!(
-        (followed.translation, followed.destination),
-        (Translation::Forward, sent.destination)
-    );
-    later.identification = 78;
-    (later.flags, later.source_port, later.destination_port) =
-        (FRAGMENT | LATER_FRAGMENT, Port::default(), Port::default());
-    complete_fragment(&mut tables, &mut later);
-    assert_eq!(
-        from_pod(&mut tables, &V4::link(1), &later).translation,
-        Translation::None
     );
 }

@@ -251,6 +251,7 @@ proptest! {
         let inner = header((node, Port::new(from)), (far, Port(0)), 1);
         let related = Related {
             translation: Translation::Reply,
+            changes: 1,
             source: far,
             destination: pod,
             quoted_source: pod,

@@ -3,9 +3,9 @@
 use std::collections::HashMap;
 
 use crate::layout::{
-    Affinity, AffinityKey, Backend, ENDPOINT_NODE, ENDPOINT_READY, Endpoint, Flow, FlowKey,
-    FragmentKey, FragmentPorts, Frontend, FrontendKey, LINK_HAS_V4, LINK_HAS_V6, LINK_POD, Link,
-    Node, Range, SlotKey, backend_state,
+    Affinity, AffinityKey, Backend, Datagram, ENDPOINT_NODE, ENDPOINT_READY, Endpoint, Flow,
+    FlowKey, FragmentKey, Frontend, FrontendKey, LINK_HAS_V4, LINK_HAS_V6, LINK_POD, Link, Node,
+    Park, Range, SlotKey, backend_state,
 };
 use crate::packet::{Action, Decision, Packet};
 use crate::path::{self, Hook, LinkAddress};
@@ -80,7 +80,8 @@ pub(super) struct Collections<A> {
     pub(super) flows: HashMap<FlowKey<A>, Flow<A>>,
     pub(super) replies: HashMap<FlowKey<A>, FlowKey<A>>,
     pub(super) affinities: HashMap<AffinityKey<A>, Affinity>,
-    pub(super) fragments: HashMap<FragmentKey<A>, FragmentPorts>,
+    pub(super) datagrams: HashMap<FragmentKey<A>, Datagram>,
+    pub(super) park: Park,
     pub(super) events: HashMap<Event, u64>,
 }
 
@@ -122,7 +123,8 @@ impl<A: TestFamily> Collections<A> {
             flows: HashMap::new(),
             replies: HashMap::new(),
             affinities: HashMap::new(),
-            fragments: HashMap::new(),
+            datagrams: HashMap::new(),
+            park: Park::default(),
             events: HashMap::new(),
         }
     }
@@ -267,11 +269,14 @@ impl<A: TestFamily> Tables<A> for Collections<A> {
     fn set_affinity(&mut self, key: &AffinityKey<A>, affinity: &Affinity) {
         self.affinities.insert(*key, *affinity);
     }
-    fn fragment(&mut self, key: &FragmentKey<A>) -> Option<&FragmentPorts> {
-        self.fragments.get(key)
+    fn datagram(&mut self, key: &FragmentKey<A>) -> Option<&mut Datagram> {
+        self.datagrams.get_mut(key)
     }
-    fn set_fragment(&mut self, key: &FragmentKey<A>, ports: &FragmentPorts) {
-        self.fragments.insert(*key, *ports);
+    fn set_datagram(&mut self, key: &FragmentKey<A>, datagram: &Datagram) {
+        self.datagrams.insert(*key, *datagram);
+    }
+    fn park(&mut self) -> Park {
+        self.park
     }
     fn flow(&mut self, key: &FlowKey<A>) -> Option<&mut Flow<A>> {
         self.flows.get_mut(key)
