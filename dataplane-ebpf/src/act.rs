@@ -62,8 +62,8 @@ pub(crate) fn carry_out<A: Wire>(
         Action::Pod => to_pod(context, decision, own),
         Action::Host => to_host(context, decision),
         Action::Network => to_network(&mut way),
-        // Whoever asked for a decision takes this one to the next program.
-        Action::Open => drop_packet(DropReason::ProgramMissing),
+        // Whoever asked for a decision takes these to the next program.
+        Action::Open | Action::Relate | Action::Park => drop_packet(DropReason::ProgramMissing),
     }
 }
 

@@ -5,8 +5,10 @@
 #![no_main]
 
 mod act;
+mod icmp;
 mod maps;
 mod packet;
+mod park;
 mod refuse;
 mod rewrite;
 mod socket;
@@ -14,13 +16,15 @@ mod socket_maps;
 
 use aya_ebpf::macros::classifier;
 use aya_ebpf::programs::TcContext;
-use dataplane_common::packet::{Action, Decision};
+use dataplane_common::fragment;
+use dataplane_common::packet::{Action, Decision, FRAGMENT};
 use dataplane_common::path::{self, Hook, LinkAddress};
 use dataplane_common::reason::DropReason;
 use dataplane_common::refuse::Refuse;
 use dataplane_common::{V4, V6, tail};
 
 use crate::act::Wire;
+use crate::icmp::Fields;
 use crate::maps::{Handed, MapTables, drop_packet};
 use crate::packet::{ARP, IPV4, IPV6, Parsed};
 
@@ -131,7 +135,28 @@ pub fn act_v6(context: TcContext) -> i32 {
     run_act::<V6>(&context)
 }
 
-/// Tail of `from_pod`, reached for packets that are refused: the sender is answered in their place.
+/// Tail of the hooks, for ICMP errors over IPv4.
+#[classifier]
+#[inline(always)]
+pub fn relate_v4(context: TcContext) -> i32 {
+    icmp::run::<V4>(&context, tail::OPEN_V4, tail::ACT_V4)
+}
+
+/// Tail of the hooks, for ICMP errors over IPv6.
+#[classifier]
+#[inline(always)]
+pub fn relate_v6(context: TcContext) -> i32 {
+    icmp::run::<V6>(&context, tail::OPEN_V6, tail::ACT_V6)
+}
+
+/// Ingress of the near side of the link to user space: fragments that have waited for the first of their datagram.
+#[classifier]
+#[inline(always)]
+pub fn from_park(context: TcContext) -> i32 {
+    park::take_back(&context)
+}
+
+/// Tail of the hooks, reached for packets that are refused: the sender is answered in their place.
 #[classifier]
 #[inline(always)]
 pub fn refuse(context: TcContext) -> i32 {
@@ -143,7 +168,10 @@ pub fn refuse(context: TcContext) -> i32 {
 }
 
 #[inline(always)]
-fn run_refuse<A: Wire + Refuse>(context: &TcContext) -> i32 {
+fn run_refuse<A: Fields + Refuse>(context: &TcContext) -> i32
+where
+    MapTables: dataplane_common::Tables<A>,
+{
     let parsed: Parsed<A> = packet::parse(context);
     if !parsed.valid {
         return DROP;
@@ -168,14 +196,40 @@ fn finish<A: Wire + Handed>(
     opener: u32,
 ) -> i32 {
     if decision.action == Action::Open {
-        let Some(pending) = A::pending() else {
-            return drop_packet(DropReason::ProgramMissing);
-        };
-        pending.hook = hook as u32;
-        pending.parsed = *parsed;
-        return go_on(context, opener);
+        return hand_on(context, parsed, hook, opener);
+    }
+    if decision.action == Action::Relate {
+        return hand_on(context, parsed, hook, A::RELATE);
     }
     act::carry_out(context, parsed, decision, hook == Hook::Own)
+}
+
+/// Goes on in another program, which finds the packet's headers read.
+#[inline(always)]
+fn hand_on<A: Wire + Handed>(
+    context: &TcContext,
+    parsed: &Parsed<A>,
+    hook: Hook,
+    place: u32,
+) -> i32 {
+    let Some(pending) = A::pending() else {
+        return drop_packet(DropReason::ProgramMissing);
+    };
+    pending.hook = hook as u32;
+    pending.parsed = *parsed;
+    go_on(context, place)
+}
+
+/// Gives a later fragment its ports.
+#[inline(always)]
+fn complete_fragment<A: Wire>(context: &TcContext, parsed: &mut Parsed<A>, hook: Hook)
+where
+    MapTables: dataplane_common::Tables<A>,
+{
+    if parsed.packet.flags & FRAGMENT != 0 {
+        let extent = A::extent(context, parsed);
+        fragment::complete(&mut MapTables, hook as u32, &mut parsed.packet, &extent);
+    }
 }
 
 #[inline(always)]
@@ -190,13 +244,14 @@ where
     if !parsed.valid {
         return drop_packet(DropReason::Malformed);
     }
-    path::complete_fragment(&mut MapTables, &mut parsed.packet);
+    let hook = path::hook_of(link);
+    complete_fragment(context, &mut parsed, hook);
     let decision = path::from_pod(&mut MapTables, link, &parsed.packet);
-    finish(context, &parsed, &decision, path::hook_of(link), opener)
+    finish(context, &parsed, &decision, hook, opener)
 }
 
 #[inline(always)]
-fn run_from_stack<A: LinkAddress + Wire>(context: &TcContext) -> i32
+fn run_from_stack<A: LinkAddress + Wire + Handed>(context: &TcContext) -> i32
 where
     MapTables: dataplane_common::Tables<A>,
 {
@@ -204,8 +259,11 @@ where
     if !parsed.valid {
         return drop_packet(DropReason::Malformed);
     }
-    path::complete_fragment(&mut MapTables, &mut parsed.packet);
+    complete_fragment(context, &mut parsed, Hook::Stack);
     let decision = path::from_stack(&mut MapTables, &parsed.packet);
+    if decision.action == Action::Relate {
+        return hand_on(context, &parsed, Hook::Stack, A::RELATE);
+    }
     act::carry_out_in_place(context, &parsed, &decision)
 }
 
@@ -219,7 +277,7 @@ where
         // Not for us to judge: the stack knows more of malformed packets, and counts them.
         return PASS;
     }
-    path::complete_fragment(&mut MapTables, &mut parsed.packet);
+    complete_fragment(context, &mut parsed, Hook::Network);
     let decision = path::from_network(&mut MapTables, &parsed.packet);
     finish(context, &parsed, &decision, Hook::Network, opener)
 }
@@ -255,7 +313,11 @@ fn run_act<A: Wire + Handed>(context: &TcContext) -> i32 {
     let Some(pending) = A::pending() else {
         return drop_packet(DropReason::ProgramMissing);
     };
-    let own = pending.hook == Hook::Own as u32;
+    if pending.decision.action == Action::Park {
+        return park::hand_over(context, pending.hook, pending.decision.ifindex);
+    }
+    // On their way out of a link, all of them.
+    let own = pending.hook == Hook::Own as u32 || pending.hook == Hook::Stack as u32;
     act::carry_out(context, &pending.parsed, &pending.decision, own)
 }
 

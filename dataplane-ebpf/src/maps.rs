@@ -7,12 +7,13 @@ use aya_ebpf::maps::lpm_trie::Key;
 use aya_ebpf::maps::{Array, HashMap, LpmTrie, LruHashMap, PerCpuArray, ProgramArray};
 use aya_ebpf::programs::TcContext;
 use dataplane_common::layout::{
-    Affinity, AffinityKey, Backend, Endpoint, Flow, FlowKey, FragmentKey, FragmentPorts, Frontend,
-    FrontendKey, Link, MAGLEV_BLOCK, MaglevBlock, MaglevKey, Node, Range, SlotKey,
+    Affinity, AffinityKey, Backend, Datagram, Endpoint, Flow, FlowKey, FragmentKey, Frontend,
+    FrontendKey, Link, MAGLEV_BLOCK, MaglevBlock, MaglevKey, Node, Park, Range, SlotKey,
 };
+use dataplane_common::limit::Bucket;
 use dataplane_common::reason::{DropReason, Event};
 use dataplane_common::tables::{Inserted, Tables};
-use dataplane_common::{V4, V6};
+use dataplane_common::{V4, V6, tail};
 
 use crate::DROP;
 use crate::packet::Pending;
@@ -41,6 +42,13 @@ static DROPS: PerCpuArray<u64> = PerCpuArray::pinned(64, 0);
 #[map(name = "events")]
 static EVENTS: PerCpuArray<u64> = PerCpuArray::pinned(64, 0);
 
+/// Where fragments go that came before the first of their datagram.
+#[map(name = "park")]
+static PARK: Array<Park> = Array::pinned(1, 0);
+/// What ICMP messages of the programs themselves are counted by.
+#[map(name = "messages")]
+static MESSAGES: PerCpuArray<Bucket> = PerCpuArray::with_max_entries(1, 0);
+
 /// A packet between two programs, which run one after the other on one CPU.
 #[map(name = "pending_v4")]
 static PENDING_V4: PerCpuArray<Pending<V4>> = PerCpuArray::with_max_entries(1, 0);
@@ -49,11 +57,16 @@ static PENDING_V6: PerCpuArray<Pending<V6>> = PerCpuArray::with_max_entries(1, 0
 
 /// Families whose packets can be handed to another program.
 pub(crate) trait Handed: Sized {
+    /// Place of the program for ICMP errors.
+    const RELATE: u32;
+
     /// This CPU's place for a packet.
     fn pending() -> Option<&'static mut Pending<Self>>;
 }
 
 impl Handed for V4 {
+    const RELATE: u32 = tail::RELATE_V4;
+
     #[inline(always)]
     fn pending() -> Option<&'static mut Pending<Self>> {
         // SAFETY: this CPU's own value; programs of one hook do not interrupt one another.
@@ -64,6 +77,8 @@ impl Handed for V4 {
 }
 
 impl Handed for V6 {
+    const RELATE: u32 = tail::RELATE_V6;
+
     #[inline(always)]
     fn pending() -> Option<&'static mut Pending<Self>> {
         // SAFETY: as for IPv4.
@@ -187,15 +202,25 @@ macro_rules! family_maps {
             }
 
             #[inline(always)]
-            fn fragment(&mut self, key: &FragmentKey<$family>) -> Option<&FragmentPorts> {
+            fn datagram(&mut self, key: &FragmentKey<$family>) -> Option<&mut Datagram> {
                 // SAFETY: an entry that is given to another datagram meanwhile leads this fragment astray at worst.
-                unsafe { $module::FRAGMENT.get(key) }
+                $module::FRAGMENT
+                    .get_ptr_mut(key)
+                    .map(|datagram| unsafe { &mut *datagram })
             }
 
             #[inline(always)]
-            fn set_fragment(&mut self, key: &FragmentKey<$family>, ports: &FragmentPorts) {
+            fn set_datagram(&mut self, key: &FragmentKey<$family>, datagram: &Datagram) {
                 // Without it, later fragments stay without ports.
-                let _ = $module::FRAGMENT.insert(key, ports, 0);
+                let _ = $module::FRAGMENT.insert(key, datagram, 0);
+            }
+
+            #[inline(always)]
+            fn park(&mut self) -> Park {
+                match PARK.get(0) {
+                    Some(park) => *park,
+                    None => Park::default(),
+                }
             }
 
             #[inline(always)]
@@ -268,7 +293,7 @@ macro_rules! family_maps {
         pub(super) static $affinity: HashMap<AffinityKey<$family>, Affinity> =
             HashMap::pinned(FRONTENDS, BPF_F_NO_PREALLOC);
         #[map(name = $fragment_text)]
-        pub(super) static $fragment: LruHashMap<FragmentKey<$family>, FragmentPorts> =
+        pub(super) static $fragment: LruHashMap<FragmentKey<$family>, Datagram> =
             LruHashMap::pinned(FRAGMENTS, 0);
         #[map(name = $range_text)]
         pub(super) static $range: LpmTrie<$family, Range> =
@@ -353,6 +378,18 @@ pub(crate) fn drop_packet(reason: DropReason) -> i32 {
         unsafe { *counter += 1 };
     }
     DROP
+}
+
+/// Takes a token for an ICMP message of our own; false when there is none left.
+#[inline(always)]
+pub(crate) fn message_allowed() -> bool {
+    let Some(bucket) = MESSAGES.get_ptr_mut(0) else {
+        return false;
+    };
+    // SAFETY: the helper takes nothing and cannot fail.
+    let now_ms = (unsafe { bpf_ktime_get_ns() } / 1_000_000) as u32;
+    // SAFETY: this CPU's own value; programs of one hook do not interrupt one another.
+    unsafe { (*bucket).take(now_ms) }
 }
 
 /// Goes on in another program, and does not come back unless that is not loaded.

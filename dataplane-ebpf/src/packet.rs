@@ -4,9 +4,12 @@ use core::mem::MaybeUninit;
 
 use aya_ebpf::helpers::bpf_skb_load_bytes;
 use aya_ebpf::programs::TcContext;
-use dataplane_common::address::{ICMP, ICMPV6, TCP, UDP};
-use dataplane_common::packet::{Decision, FRAGMENT, LATER_FRAGMENT, Packet, WITH_PORTS};
-use dataplane_common::{Family, Port, V4, V6};
+use dataplane_common::address::{SCTP, TCP, UDP};
+use dataplane_common::fragment::Extent;
+use dataplane_common::icmp::Messages;
+use dataplane_common::packet::{Decision, ERROR, FRAGMENT, LATER_FRAGMENT, Packet, WITH_PORTS};
+use dataplane_common::sctp;
+use dataplane_common::{Port, V4, V6};
 
 pub(crate) const IPV4: u16 = 0x0800;
 pub(crate) const IPV6: u16 = 0x86dd;
@@ -24,6 +27,8 @@ pub(crate) struct Parsed<A> {
     pub(crate) packet: Packet<A>,
     /// Offset of the transport header.
     pub(crate) transport: u32,
+    /// Offset of the header that says which fragment this is; only for fragments.
+    pub(crate) fragment: u32,
     pub(crate) valid: bool,
 }
 
@@ -38,8 +43,15 @@ pub(crate) struct Pending<A> {
 }
 
 /// Families that can be read off the wire.
-pub(crate) trait Headers: Family {
-    fn read(context: &TcContext) -> Parsed<Self>;
+pub(crate) trait Headers: Messages {
+    /// Reads the IP header at `at`, and those between it and the transport's.
+    fn read(context: &TcContext, at: u32) -> Parsed<Self>;
+
+    /// What a packet's headers say of its length, in bytes from the header at `from` on; padding is not counted.
+    fn bytes_from(context: &TcContext, from: u32) -> u32;
+
+    /// Which part of its datagram a fragment is.
+    fn extent(context: &TcContext, parsed: &Parsed<Self>) -> Extent;
 }
 
 #[inline(always)]
@@ -63,11 +75,31 @@ pub(crate) fn came_in_by(context: &TcContext) -> u32 {
 
 #[inline(always)]
 pub(crate) fn parse<A: Headers>(context: &TcContext) -> Parsed<A> {
-    let mut parsed = A::read(context);
+    let mut parsed = A::read(context, ETHERNET_HEADER);
     if parsed.valid && parsed.packet.flags & WITH_PORTS != 0 {
         read_ports(context, &mut parsed);
     }
     parsed
+}
+
+/// As [`parse`] for a packet that an ICMP error quotes at `at`. Of its transport header eight bytes are there for sure.
+#[inline(always)]
+pub(crate) fn parse_quoted<A: Headers>(context: &TcContext, at: u32) -> Parsed<A> {
+    let mut parsed = A::read(context, at);
+    if parsed.valid && parsed.packet.flags & WITH_PORTS != 0 {
+        if parsed.packet.protocol == A::PROTOCOL {
+            read_identifier(context, &mut parsed);
+        } else {
+            read_port_header(context, &mut parsed);
+        }
+    }
+    parsed
+}
+
+/// Protocols whose first bytes are looked at for ports.
+#[inline(always)]
+fn has_ports<A: Messages>(protocol: u8) -> bool {
+    protocol == TCP || protocol == UDP || protocol == SCTP || protocol == A::PROTOCOL
 }
 
 /// Reads a header of `T`'s size. `T` has no padding and takes any bytes.
@@ -98,51 +130,56 @@ struct PortHeader {
 }
 
 #[inline(always)]
-fn read_ports<A>(context: &TcContext, parsed: &mut Parsed<A>) {
-    let ports = if parsed.packet.protocol == TCP {
+fn read_ports<A: Headers>(context: &TcContext, parsed: &mut Parsed<A>) {
+    let protocol = parsed.packet.protocol;
+    if protocol == TCP || protocol == SCTP {
         let Some(header) = load::<[u16; 7]>(context, parsed.transport) else {
             parsed.valid = false;
             return;
         };
-        parsed.packet.tcp_flags = header[6].to_ne_bytes()[1];
-        PortHeader {
-            source: header[0],
-            destination: header[1],
-        }
-    } else if parsed.packet.protocol == ICMP || parsed.packet.protocol == ICMPV6 {
-        const REQUEST: u8 = 8;
-        const REPLY: u8 = 0;
-        const REQUEST_V6: u8 = 128;
-        const REPLY_V6: u8 = 129;
-        let Some(header) = load::<[u16; 3]>(context, parsed.transport) else {
-            parsed.valid = false;
-            return;
-        };
-        let kind = header[0].to_ne_bytes()[0];
-        let v6 = parsed.packet.protocol == ICMPV6;
-        if kind == (if v6 { REQUEST_V6 } else { REQUEST }) {
-            PortHeader {
-                source: header[2],
-                destination: 0,
-            }
-        } else if kind == (if v6 { REPLY_V6 } else { REPLY }) {
-            PortHeader {
-                source: 0,
-                destination: header[2],
-            }
+        let [chunk, tcp_flags] = header[6].to_ne_bytes();
+        parsed.packet.tcp_flags = if protocol == TCP {
+            tcp_flags
         } else {
-            parsed.packet.flags &= !WITH_PORTS;
-            return;
-        }
-    } else {
-        let Some(header) = load::<PortHeader>(context, parsed.transport) else {
-            parsed.valid = false;
-            return;
+            sctp::flags(chunk)
         };
-        header
+        parsed.packet.source_port = Port(header[0]);
+        parsed.packet.destination_port = Port(header[1]);
+    } else if protocol == UDP {
+        read_port_header(context, parsed);
+    } else {
+        read_identifier(context, parsed);
+    }
+}
+
+#[inline(always)]
+fn read_port_header<A>(context: &TcContext, parsed: &mut Parsed<A>) {
+    let Some(header) = load::<PortHeader>(context, parsed.transport) else {
+        parsed.valid = false;
+        return;
     };
-    parsed.packet.source_port = Port(ports.source);
-    parsed.packet.destination_port = Port(ports.destination);
+    parsed.packet.source_port = Port(header.source);
+    parsed.packet.destination_port = Port(header.destination);
+}
+
+/// The identifier of an echo message stands for a port. Other ICMP messages have none.
+#[inline(always)]
+fn read_identifier<A: Headers>(context: &TcContext, parsed: &mut Parsed<A>) {
+    let Some(header) = load::<[u16; 3]>(context, parsed.transport) else {
+        parsed.valid = false;
+        return;
+    };
+    let kind = header[0].to_ne_bytes()[0];
+    if kind == A::ECHO_REQUEST {
+        parsed.packet.source_port = Port(header[2]);
+    } else if kind == A::ECHO_REPLY {
+        parsed.packet.destination_port = Port(header[2]);
+    } else {
+        parsed.packet.flags &= !WITH_PORTS;
+        if A::is_error(kind) {
+            parsed.packet.flags |= ERROR;
+        }
+    }
 }
 
 #[repr(C)]
@@ -162,15 +199,16 @@ struct Ipv4Header {
 
 impl Headers for V4 {
     #[inline(always)]
-    fn read(context: &TcContext) -> Parsed<Self> {
+    fn read(context: &TcContext, at: u32) -> Parsed<Self> {
         const MORE_OR_OFFSET: u16 = 0x3fff;
         const OFFSET: u16 = 0x1fff;
         let mut parsed = Parsed {
             packet: Packet::default(),
             transport: 0,
+            fragment: 0,
             valid: false,
         };
-        let Some(header) = load::<Ipv4Header>(context, ETHERNET_HEADER) else {
+        let Some(header) = load::<Ipv4Header>(context, at) else {
             return parsed;
         };
         let length = ((header.version_length & 0x0f) as u32) * 4;
@@ -178,7 +216,8 @@ impl Headers for V4 {
             return parsed;
         }
         parsed.valid = true;
-        parsed.transport = ETHERNET_HEADER + length;
+        parsed.transport = at + length;
+        parsed.fragment = at;
         parsed.packet.source = header.source;
         parsed.packet.destination = header.destination;
         parsed.packet.protocol = header.protocol;
@@ -190,12 +229,35 @@ impl Headers for V4 {
         if fragment & OFFSET != 0 {
             parsed.packet.flags |= LATER_FRAGMENT;
         }
-        if fragment & OFFSET == 0
-            && (header.protocol == TCP || header.protocol == UDP || header.protocol == ICMP)
-        {
+        if fragment & OFFSET == 0 && has_ports::<Self>(header.protocol) {
             parsed.packet.flags |= WITH_PORTS;
         }
         parsed
+    }
+
+    #[inline(always)]
+    fn bytes_from(context: &TcContext, from: u32) -> u32 {
+        const TOTAL_LENGTH: u32 = ETHERNET_HEADER + 2;
+        let Some(total) = load::<u16>(context, TOTAL_LENGTH) else {
+            return 0;
+        };
+        (u16::from_be(total) as u32 + ETHERNET_HEADER).saturating_sub(from)
+    }
+
+    #[inline(always)]
+    fn extent(context: &TcContext, parsed: &Parsed<Self>) -> Extent {
+        const MORE: u16 = 0x2000;
+        const OFFSET: u16 = 0x1fff;
+        const AT: u32 = ETHERNET_HEADER + 6;
+        let field = match load::<u16>(context, AT) {
+            Some(field) => u16::from_be(field),
+            None => 0,
+        };
+        Extent {
+            offset: (field & OFFSET) as u32 * 8,
+            bytes: Self::bytes_from(context, parsed.transport),
+            more: (field & MORE != 0) as u32,
+        }
     }
 }
 
@@ -229,7 +291,7 @@ struct FragmentHeader {
 
 impl Headers for V6 {
     #[inline(always)]
-    fn read(context: &TcContext) -> Parsed<Self> {
+    fn read(context: &TcContext, at: u32) -> Parsed<Self> {
         const HOP_BY_HOP: u8 = 0;
         const ROUTING: u8 = 43;
         const FRAGMENT_HEADER: u8 = 44;
@@ -238,15 +300,16 @@ impl Headers for V6 {
         let mut parsed = Parsed {
             packet: Packet::default(),
             transport: 0,
+            fragment: 0,
             valid: false,
         };
-        let Some(header) = load::<Ipv6Header>(context, ETHERNET_HEADER) else {
+        let Some(header) = load::<Ipv6Header>(context, at) else {
             return parsed;
         };
         parsed.packet.source = header.source;
         parsed.packet.destination = header.destination;
         let mut protocol = header.next_header;
-        let mut offset = ETHERNET_HEADER + IPV6_HEADER;
+        let mut offset = at + IPV6_HEADER;
         let mut first = true;
         let mut count = 0;
         while count < MAX_EXTENSION_HEADERS {
@@ -257,6 +320,7 @@ impl Headers for V6 {
                 };
                 parsed.packet.flags |= FRAGMENT;
                 parsed.packet.identification = extension.identification;
+                parsed.fragment = offset;
                 first = u16::from_be(extension.fragment) & OFFSET == 0;
                 if !first {
                     parsed.packet.flags |= LATER_FRAGMENT;
@@ -279,9 +343,36 @@ impl Headers for V6 {
         parsed.valid = true;
         parsed.transport = offset;
         parsed.packet.protocol = protocol;
-        if first && (protocol == TCP || protocol == UDP || protocol == ICMPV6) {
+        if first && has_ports::<Self>(protocol) {
             parsed.packet.flags |= WITH_PORTS;
         }
         parsed
+    }
+
+    #[inline(always)]
+    fn bytes_from(context: &TcContext, from: u32) -> u32 {
+        const PAYLOAD_LENGTH: u32 = ETHERNET_HEADER + 4;
+        let Some(payload) = load::<u16>(context, PAYLOAD_LENGTH) else {
+            return 0;
+        };
+        (u16::from_be(payload) as u32 + ETHERNET_HEADER + IPV6_HEADER).saturating_sub(from)
+    }
+
+    #[inline(always)]
+    fn extent(context: &TcContext, parsed: &Parsed<Self>) -> Extent {
+        const MORE: u16 = 1;
+        const OFFSET: u16 = 0xfff8;
+        let Some(header) = load::<FragmentHeader>(context, parsed.fragment) else {
+            return Extent::default();
+        };
+        let field = u16::from_be(header.fragment);
+        Extent {
+            offset: (field & OFFSET) as u32,
+            bytes: Self::bytes_from(
+                context,
+                parsed.fragment + size_of::<FragmentHeader>() as u32,
+            ),
+            more: (field & MORE) as u32,
+        }
     }
 }

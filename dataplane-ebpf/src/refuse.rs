@@ -3,39 +3,73 @@
 use aya_ebpf::bindings::{__sk_buff, bpf_adj_room_mode::BPF_ADJ_ROOM_MAC};
 use aya_ebpf::helpers::{bpf_redirect, bpf_skb_adjust_room, bpf_skb_change_tail};
 use aya_ebpf::programs::TcContext;
+use dataplane_common::Tables;
 use dataplane_common::packet::tcp;
 use dataplane_common::reason::Event;
-use dataplane_common::refuse::{Refuse, Segment};
+use dataplane_common::refuse::{MAX_QUOTE, Quote, Refuse, Segment, Unreachable, may_answer};
 
-use crate::DROP;
-use crate::act::Wire;
-use crate::maps::count_event;
+use crate::icmp::{Fields, answer_echo};
+use crate::maps::{MapTables, count_event, message_allowed};
 use crate::packet::{ETHERNET_HEADER, Parsed, ifindex, load};
 use crate::rewrite::{store, write_macs};
+use crate::{DROP, PASS};
 
-/// Answers the packet, or drops it where an answer would be wrong or cannot be built.
+/// The loopback link has this index in every network namespace.
+const LOOPBACK: u32 = 1;
+
+/// Answers the packet, or drops it where an answer would be wrong, too much, or cannot be built.
 #[inline(always)]
-pub(crate) fn answer<A: Wire + Refuse>(context: &TcContext, parsed: &Parsed<A>) -> i32 {
+pub(crate) fn answer<A: Fields + Refuse>(context: &TcContext, parsed: &Parsed<A>) -> i32
+where
+    MapTables: Tables<A>,
+{
+    let packet = &parsed.packet;
     let Some(macs) = load::<[[u8; 6]; 2]>(context, 0) else {
         return DROP;
     };
-    let built = if parsed.packet.is_tcp() {
-        reset(context, parsed)
-    } else if parsed.packet.has_ports() {
-        notify(context, parsed)
+    if !may_answer(packet) || is_for_many(context) {
+        return DROP;
+    }
+    let built = if packet.is_tcp() {
+        packet.has_ports() && reset(context, parsed)
+    } else if packet.protocol == A::PROTOCOL && answer_echo(context, parsed) {
+        return send_back(context, &macs);
     } else {
-        false
+        notify(context, parsed)
     };
-    if !built || !write_macs(context, &macs[1], &macs[0]) {
+    if !built {
         return DROP;
     }
     count_event(Event::Refused);
+    send_back(context, &macs)
+}
+
+/// Back where the packet came from.
+#[inline(always)]
+fn send_back(context: &TcContext, macs: &[[u8; 6]; 2]) -> i32 {
+    if ifindex(context) == LOOPBACK {
+        // What leaves the loopback link comes in there. Sent in anew it would be a stranger with an address of ours.
+        return PASS;
+    }
+    if !write_macs(context, &macs[1], &macs[0]) {
+        return DROP;
+    }
     // SAFETY: plain numbers; the kernel looks the link up.
     unsafe { bpf_redirect(ifindex(context), 0) as i32 }
 }
 
+/// Sent to a group on the link, whatever the IP header says.
 #[inline(always)]
-fn reset<A: Wire + Refuse>(context: &TcContext, parsed: &Parsed<A>) -> bool {
+fn is_for_many(context: &TcContext) -> bool {
+    const BROADCAST: u32 = 1;
+    const MULTICAST: u32 = 2;
+    // SAFETY: the context is valid for the program's run.
+    let kind = unsafe { (*context.skb.skb).pkt_type };
+    kind == BROADCAST || kind == MULTICAST
+}
+
+#[inline(always)]
+fn reset<A: Fields + Refuse>(context: &TcContext, parsed: &Parsed<A>) -> bool {
     if parsed.packet.tcp_flags & tcp::RST != 0 {
         return false;
     }
@@ -48,9 +82,7 @@ fn reset<A: Wire + Refuse>(context: &TcContext, parsed: &Parsed<A>) -> bool {
         sequence: word(header[2], header[3]),
         acknowledgement: word(header[4], header[5]),
         flags: parsed.packet.tcp_flags,
-        payload: context
-            .len()
-            .saturating_sub(parsed.transport + header_bytes),
+        payload: A::bytes_from(context, parsed.transport + header_bytes),
     };
     let answer = A::reset(&parsed.packet, &segment);
     let skb = context.skb.skb;
@@ -59,23 +91,61 @@ fn reset<A: Wire + Refuse>(context: &TcContext, parsed: &Parsed<A>) -> bool {
 }
 
 #[inline(always)]
-fn notify<A: Wire + Refuse>(context: &TcContext, parsed: &Parsed<A>) -> bool {
-    let quote_bytes = size_of::<A::Quote>() as u32;
-    // The quote is the IP header and eight bytes; headers with options are not taken apart.
-    if parsed.transport + 8 != ETHERNET_HEADER + quote_bytes {
+fn notify<A: Fields + Refuse>(context: &TcContext, parsed: &Parsed<A>) -> bool {
+    let packet = &parsed.packet;
+    let message = packet.protocol == A::PROTOCOL;
+    if message && !packet.has_ports() {
+        // An error, or nothing that we know to be none.
         return false;
     }
-    let Some(quote) = load::<A::Quote>(context, ETHERNET_HEADER) else {
+    let Some(quote) = quote(context, parsed.transport + QUOTED_TRANSPORT) else {
         return false;
     };
-    let notice = A::notice(&parsed.packet, &quote);
+    if !message_allowed() {
+        count_event(Event::RefusalLimited);
+        return false;
+    }
+    let what = if packet.has_ports() && !message {
+        Unreachable::Port
+    } else {
+        Unreachable::Host
+    };
+    let notice = A::notice(packet, what, &quote);
     let skb = context.skb.skb;
     // SAFETY: plain numbers; the kernel checks them against the packet.
-    set_length(skb, ETHERNET_HEADER + quote_bytes)
+    set_length(skb, ETHERNET_HEADER + quote.bytes as u32)
         && unsafe {
             bpf_skb_adjust_room(skb, size_of::<A::Notice>() as i32, BPF_ADJ_ROOM_MAC, 0) == 0
         }
         && store(skb, ETHERNET_HEADER, &notice, 0)
+}
+
+/// Bytes of the transport header that are quoted.
+const QUOTED_TRANSPORT: u32 = 8;
+
+/// Sums up what is quoted: from the IP header to `end`. `None` when the packet is shorter, or has more headers than are
+/// looked through.
+#[inline(always)]
+fn quote(context: &TcContext, end: u32) -> Option<Quote> {
+    let bytes = end - ETHERNET_HEADER;
+    if bytes > MAX_QUOTE {
+        return None;
+    }
+    let mut sum = 0;
+    let mut at = 0;
+    while at < MAX_QUOTE {
+        if at >= bytes {
+            break;
+        }
+        // Headers are multiples of four bytes.
+        let words = load::<[u16; 2]>(context, ETHERNET_HEADER + at)?;
+        sum += words[0] as u32 + words[1] as u32;
+        at += 4;
+    }
+    Some(Quote {
+        bytes: bytes as u16,
+        sum,
+    })
 }
 
 #[inline(always)]

@@ -3,12 +3,13 @@
 use aya_ebpf::bindings::{__sk_buff, BPF_F_MARK_MANGLED_0, BPF_F_PSEUDO_HDR, BPF_F_RECOMPUTE_CSUM};
 use aya_ebpf::helpers::{bpf_l3_csum_replace, bpf_l4_csum_replace, bpf_skb_store_bytes};
 use aya_ebpf::programs::TcContext;
-use dataplane_common::address::{ICMP, ICMPV6, TCP};
+use dataplane_common::address::{ICMP, ICMPV6, SCTP, TCP};
 use dataplane_common::checksum;
-use dataplane_common::packet::{Decision, LATER_FRAGMENT};
-use dataplane_common::{Family, V4, V6};
+use dataplane_common::packet::{Decision, FRAGMENT, LATER_FRAGMENT};
+use dataplane_common::sctp;
+use dataplane_common::{Family, Port, V4, V6};
 
-use crate::packet::{ETHERNET_HEADER, Parsed};
+use crate::packet::{ETHERNET_HEADER, Headers, Parsed, load};
 
 /// Families whose addresses can be written.
 pub(crate) trait Addresses: Family {
@@ -23,7 +24,7 @@ pub(crate) trait Addresses: Family {
 
 /// Rewrites the packet as decided. False when the kernel refused a part: the packet is not fit to travel.
 #[inline(always)]
-pub(crate) fn rewrite<A: Addresses>(
+pub(crate) fn rewrite<A: Addresses + Headers>(
     context: &TcContext,
     parsed: &Parsed<A>,
     decision: &Decision<A>,
@@ -54,6 +55,9 @@ pub(crate) fn rewrite<A: Addresses>(
                 && bpf_l4_csum_replace(skb, at, 0, ports as u64, 0) == 0
         } && store(skb, parsed.transport + 4, &identifier, 0);
     }
+    if packet.protocol == SCTP {
+        return from == to || rewrite_sctp(context, parsed, from, to);
+    }
     let (at, flags) = if packet.protocol == TCP {
         (parsed.transport + 16, 0)
     } else {
@@ -73,6 +77,29 @@ pub(crate) fn rewrite<A: Addresses>(
                 || (bpf_l4_csum_replace(skb, at, 0, ports as u64, flags) == 0
                     && store(skb, parsed.transport, &[to.0.0, to.1.0], 0)))
     }
+}
+
+/// SCTP's checksum covers the ports, and no address. It spans fragments, so those cannot be given other ports.
+#[inline(always)]
+fn rewrite_sctp<A: Headers>(
+    context: &TcContext,
+    parsed: &Parsed<A>,
+    from: (Port, Port),
+    to: (Port, Port),
+) -> bool {
+    let at = parsed.transport + sctp::CHECKSUM_OFFSET;
+    let Some(old) = load::<u32>(context, at) else {
+        return false;
+    };
+    if parsed.packet.flags & FRAGMENT != 0 {
+        return false;
+    }
+    let bytes = A::bytes_from(context, parsed.transport);
+    let new = sctp::checksum(old, bytes, from, to);
+    let skb = context.skb.skb;
+    // A sum over the whole packet that the device gave must follow.
+    let flags = BPF_F_RECOMPUTE_CSUM as u64;
+    store(skb, parsed.transport, &[to.0.0, to.1.0], flags) && store(skb, at, &new, flags)
 }
 
 /// Writes the Ethernet addresses.

@@ -1,6 +1,6 @@
 //! The life of a flow: what its TCP flags say, how long it may be idle, and whether it may be used again.
 
-use crate::address::{Family, TCP};
+use crate::address::{Family, SCTP, TCP};
 use crate::layout::{FLOW_SERVICE, Flow, FlowKey, backend_state};
 use crate::packet::{Packet, tcp};
 
@@ -64,11 +64,18 @@ impl<A: Family> Flow<A> {
         }
     }
 
+    /// Has a beginning and an end that can be seen: TCP and SCTP.
+    #[inline(always)]
+    #[must_use]
+    pub fn is_connection(&self) -> bool {
+        self.protocol == TCP as u32 || self.protocol == SCTP as u32
+    }
+
     /// Both sides have acknowledged, and neither has closed.
     #[inline(always)]
     #[must_use]
     pub fn is_established(&self) -> bool {
-        self.protocol == TCP as u32
+        self.is_connection()
             && self.both(tcp::ACK)
             && !self.either(tcp::FIN)
             && !self.is_reset()
@@ -92,7 +99,7 @@ impl<A: Family> Flow<A> {
     #[inline(always)]
     #[must_use]
     pub fn is_disposable(&self) -> bool {
-        if self.protocol != TCP as u32 {
+        if !self.is_connection() {
             return self.server_seen_s == 0;
         }
         !self.both(tcp::ACK) || self.is_closed()
@@ -117,7 +124,7 @@ impl<A: Family> Flow<A> {
     #[inline(always)]
     #[must_use]
     pub fn timeout_s(&self, pressure: bool) -> u32 {
-        let (relaxed, pressed) = if self.protocol != TCP as u32 {
+        let (relaxed, pressed) = if !self.is_connection() {
             if self.server_seen_s != 0 {
                 (timeout::UDP_ANSWERED_S, timeout::pressure::UDP_ANSWERED_S)
             } else {
@@ -170,7 +177,7 @@ impl<A: Family> Flow<A> {
     #[must_use]
     pub fn is_over(&self, state: u32, now_s: u32, pressure: bool) -> bool {
         let abandoned = self.flags & FLOW_SERVICE != 0
-            && self.protocol != TCP as u32
+            && !self.is_connection()
             && self.is_orphaned(state);
         abandoned || self.is_expired(now_s, pressure)
     }
@@ -184,7 +191,7 @@ impl<A: Family> Flow<A> {
     pub fn fitness(&self, packet: &Packet<A>, state: u32, now_s: u32) -> Fitness {
         let left = self.flags & FLOW_SERVICE != 0
             && (self.is_orphaned(state) || backend_state::kind(state) == backend_state::DRAINING);
-        let connected = packet.is_tcp() && !packet.opens();
+        let connected = packet.is_connected() && !packet.opens();
         let over = packet.opens() && self.is_closing();
         if (left && !connected) || over || self.is_expired(now_s, false) {
             Fitness::Renew

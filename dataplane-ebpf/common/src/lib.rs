@@ -54,6 +54,9 @@ pub mod tail {
     /// Carry out what was decided for them.
     pub const ACT_V4: u32 = 5;
     pub const ACT_V6: u32 = 6;
+    /// ICMP errors about packets of flows.
+    pub const RELATE_V4: u32 = 7;
+    pub const RELATE_V6: u32 = 8;
     /// How many places there are.
     pub const COUNT: u32 = 32;
 }

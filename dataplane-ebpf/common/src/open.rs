@@ -261,7 +261,7 @@ fn direct<A: Family, T: Tables<A>>(
     }
     // An answer whose flow was not seen from its start keeps its source.
     let answers =
-        packet.is_tcp() && packet.tcp_flags & (tcp::SYN | tcp::ACK) == tcp::SYN | tcp::ACK;
+        packet.is_connected() && packet.tcp_flags & (tcp::SYN | tcp::ACK) == tcp::SYN | tcp::ACK;
     if place.is_outside() && !answers && masquerades(tables) {
         flow.flags = FLOW_MASQUERADED;
         return use_node_address(tables, flow);
@@ -295,7 +295,7 @@ fn is_tracked<A: Family>(packet: &Packet<A>) -> bool {
     if packet.protocol == ICMP || packet.protocol == ICMPV6 {
         return false;
     }
-    !packet.is_tcp() || packet.opens()
+    !packet.is_connected() || packet.opens()
 }
 
 #[inline(always)]

@@ -1,6 +1,6 @@
 //! What a decision sees of a packet, and what it says.
 
-use crate::address::{Family, Port, TCP, UDP};
+use crate::address::{Family, Port, SCTP, TCP, UDP};
 use crate::layout::FlowKey;
 use crate::reason::DropReason;
 
@@ -22,7 +22,7 @@ pub struct Packet<A> {
     pub source_port: Port,
     pub destination_port: Port,
     pub protocol: u8,
-    /// Zero unless TCP.
+    /// What the packet says of its connection, in the words of TCP also for SCTP; zero for other protocols.
     pub tcp_flags: u8,
     /// [`WITH_PORTS`], [`FRAGMENT`], [`LATER_FRAGMENT`] and [`ERROR`].
     pub flags: u16,
@@ -30,7 +30,7 @@ pub struct Packet<A> {
     pub identification: u32,
 }
 
-/// The packet carries the ports of TCP or UDP, or the identifier of an echo: as the source port of a request, and the
+/// The packet carries the ports of TCP, UDP or SCTP, or the identifier of an echo: as the source port of a request, and the
 /// destination port of a reply.
 pub const WITH_PORTS: u16 = 1;
 /// Part of a datagram.
@@ -65,11 +65,18 @@ impl<A: Family> Packet<A> {
         self.protocol == UDP
     }
 
-    /// Opens a connection (SYN without ACK).
+    /// Belongs to a connection, with a beginning and an end that can be seen.
+    #[inline(always)]
+    #[must_use]
+    pub fn is_connected(&self) -> bool {
+        self.protocol == TCP || self.protocol == SCTP
+    }
+
+    /// Opens a connection (SYN without ACK, or INIT).
     #[inline(always)]
     #[must_use]
     pub fn opens(&self) -> bool {
-        self.is_tcp() && self.tcp_flags & (tcp::SYN | tcp::ACK) == tcp::SYN
+        self.is_connected() && self.tcp_flags & (tcp::SYN | tcp::ACK) == tcp::SYN
     }
 
     #[inline(always)]

@@ -293,7 +293,7 @@ fn continue_flow<A: Family, T: Tables<A>>(
         return Translated::none(packet);
     };
     let flow = *flow;
-    if flow.flags & FLOW_SERVICE == 0 && (!packet.is_tcp() || packet.opens()) {
+    if flow.flags & FLOW_SERVICE == 0 && (!packet.is_connected() || packet.opens()) {
         let generation = match tables.node() {
             Some(node) => node.generation,
             None => flow.generation,
