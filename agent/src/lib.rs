@@ -9,6 +9,7 @@ pub mod compile;
 pub mod config;
 pub mod dns;
 pub mod feed;
+pub mod fragments;
 pub mod kernel;
 pub mod netlink;
 pub mod observe;

@@ -18,6 +18,7 @@ use weir_agent::netlink::{Netlink, base, overlay};
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 struct Attached {
     host_link: (u32, u32),
+    park_link: (u32, u32),
     uplinks: BTreeMap<String, u32>,
 }
 
@@ -90,8 +91,10 @@ impl Base {
     pub(super) fn restore(&self, netlink: &mut Netlink) -> Result<Links> {
         base::set_sysctls(&self.config.uplinks)?;
         let host_link = base::ensure_host_link(netlink, self.mtu())?;
+        let park_link = base::ensure_park_link(netlink)?;
         let mut now = Attached {
             host_link: (host_link.near.index, host_link.far.index),
+            park_link: (park_link.near.index, park_link.far.index),
             uplinks: BTreeMap::new(),
         };
         let mut uplink_mtu = None;
@@ -111,6 +114,9 @@ impl Base {
                 host_ifindex: host_link.near.index,
                 host_mac: host_link.near.mac,
             })?;
+        }
+        if now.park_link != attached.park_link {
+            self.kernel.attach_park_link(&park_link.near.name)?;
         }
         for (uplink, index) in &now.uplinks {
             if attached.uplinks.get(uplink) != Some(index) {

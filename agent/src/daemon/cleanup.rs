@@ -7,7 +7,7 @@ use weir_agent::cni_api::{self, conf};
 use weir_agent::config::Config;
 use weir_agent::feed;
 use weir_agent::kernel::Kernel;
-use weir_agent::netlink::{HOST_LINK, Netlink, OVERLAY_LINK, base, overlay, sync};
+use weir_agent::netlink::{HOST_LINK, Netlink, OVERLAY_LINK, PARK_LINK, base, overlay, sync};
 
 /// Removes and returns what was removed, one line each. Running it again finds nothing.
 pub(crate) fn run(config: &Config) -> Result<Vec<String>> {
@@ -33,11 +33,14 @@ pub(crate) fn run(config: &Config) -> Result<Vec<String>> {
     if routes > 0 {
         removed.push(format!("{routes} routes"));
     }
-    if base::remove_host_link(&mut netlink)? {
+    if base::remove_pair(&mut netlink, HOST_LINK)? {
         removed.push(format!("host link {HOST_LINK}"));
     }
     if overlay::remove(&mut netlink)? {
         removed.push(format!("overlay link {OVERLAY_LINK}"));
+    }
+    if base::remove_pair(&mut netlink, PARK_LINK)? {
+        removed.push(format!("fragment link {PARK_LINK}"));
     }
     for pin in Kernel::cleanup(&config.bpffs)? {
         removed.push(format!("pin {}", pin.display()));

@@ -21,6 +21,7 @@ use weir_agent::cni_api::{self, Attachments, Store};
 use weir_agent::config::Config;
 use weir_agent::dns;
 use weir_agent::feed::{self, FeedHandle};
+use weir_agent::fragments;
 use weir_agent::kernel::{self, Kernel, Limits, NodeIdentity, PodPrograms};
 use weir_agent::netlink;
 use weir_agent::observe::{self, Checks, Observe};
@@ -98,6 +99,7 @@ pub(crate) async fn run(config: Config) -> Result<()> {
     };
     tokio::spawn(show_readiness(observe, ready.clone()));
     let apply = tokio::spawn(applier.run(shutdown.clone()));
+    tokio::spawn(fragments::run(Arc::clone(&kernel), shutdown.clone()));
     tokio::spawn(collect_flows(kernel, shutdown.clone()));
     if config.pods.is_some() {
         let runner = pods::start(&config, &feed, shutdown.clone())?;

@@ -6,14 +6,14 @@
 
 pub mod room;
 
-use std::io::ErrorKind;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use tokio::io::unix::AsyncFd;
+use tokio::time::MissedTickBehavior;
 use tokio_util::sync::CancellationToken;
 
 use crate::kernel::{Kernel, KernelError, PacketSocket};
+use crate::netlink::{PARK_LINK, PARK_LINK_PEER};
 use room::Room;
 
 /// How often the table of first fragments is asked, while something waits.
@@ -24,82 +24,93 @@ const ALIVE_PERIOD: Duration = Duration::from_secs(1);
 const SOCKET_BYTES: usize = 1 << 20;
 /// No frame on the link is longer.
 const FRAME_BYTES: usize = 1 << 16;
-/// Frames read at once before others get their turn.
-const READS_AT_ONCE: usize = 256;
+/// Between two attempts to listen on the link.
+const RETRY: Duration = Duration::from_secs(1);
 
 /// The fragments cannot be handed over.
 #[derive(Debug, thiserror::Error)]
-pub enum FragmentsError {
-    #[error("read fragments from link {ifindex}: {source}")]
-    Socket {
-        ifindex: u32,
+enum FragmentsError {
+    #[error("{attempted} on link {link}: {source}")]
+    Link {
+        attempted: &'static str,
+        link: &'static str,
         source: std::io::Error,
     },
     #[error(transparent)]
     Kernel(#[from] KernelError),
 }
 
-/// Keeps and gives back fragments that come in on the far end of the link `ifindex`, until `shutdown`.
-///
-/// # Errors
-/// [`FragmentsError`] when the link goes away, or the tables cannot be used. The programs then drop early fragments.
-pub async fn run(
-    kernel: Arc<Kernel>,
-    ifindex: u32,
-    shutdown: CancellationToken,
-) -> Result<(), FragmentsError> {
-    let failed = |source| FragmentsError::Socket { ifindex, source };
-    let socket = PacketSocket::open(ifindex, SOCKET_BYTES).map_err(failed)?;
-    let socket = AsyncFd::new(socket).map_err(failed)?;
+fn failed(
+    attempted: &'static str,
+    link: &'static str,
+) -> impl FnOnce(std::io::Error) -> FragmentsError {
+    move |source| FragmentsError::Link {
+        attempted,
+        link,
+        source,
+    }
+}
+
+/// Keeps and gives back fragments until `shutdown`. While that does not work, the programs drop early fragments.
+pub async fn run(kernel: Arc<Kernel>, shutdown: CancellationToken) {
+    let mut failing = false;
+    loop {
+        let ended = tokio::select! {
+            () = shutdown.cancelled() => return,
+            ended = serve(&kernel) => ended,
+        };
+        if let Err(error) = ended {
+            if !failing {
+                tracing::warn!(%error, "fragments that overtake their first are dropped; trying again");
+            }
+            failing = true;
+        }
+        tokio::select! {
+            () = shutdown.cancelled() => return,
+            () = tokio::time::sleep(RETRY) => {}
+        }
+    }
+}
+
+/// Serves the link until it goes away.
+async fn serve(kernel: &Kernel) -> Result<(), FragmentsError> {
+    let index = |link| {
+        nix::net::if_::if_nametoindex(link)
+            .map_err(std::io::Error::from)
+            .map_err(failed("find the index", link))
+    };
+    let near = index(PARK_LINK)?;
+    let socket = PacketSocket::open(index(PARK_LINK_PEER)?, SOCKET_BYTES)
+        .map_err(failed("listen", PARK_LINK_PEER))?;
     let mut room = Room::default();
     let mut buffer = vec![0; FRAME_BYTES];
     let mut alive = tokio::time::interval(ALIVE_PERIOD);
-    let mut lost = 0u64;
+    let mut ask = tokio::time::interval(ASK_PERIOD);
+    ask.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    let mut lost = 0;
     loop {
         tokio::select! {
-            () = shutdown.cancelled() => return Ok(()),
             _ = alive.tick() => {
-                kernel.accept_fragments()?;
+                kernel.accept_fragments(near)?;
                 if lost > 0 {
                     tracing::debug!(lost, "fragments waited in vain for the first of their datagram");
                     lost = 0;
                 }
             }
-            ready = socket.readable() => {
-                let mut ready = ready.map_err(failed)?;
-                if take_in(socket.get_ref(), &mut room, &mut buffer, &mut lost).map_err(failed)? {
-                    ready.clear_ready();
+            frame = socket.receive(&mut buffer) => {
+                let frame = frame.map_err(failed("read", PARK_LINK_PEER))?;
+                if let Some(fragment) = room::identify(frame)
+                    && !room.keep(fragment, frame, Instant::now())
+                {
+                    lost += 1;
                 }
             }
-            () = tokio::time::sleep(ASK_PERIOD), if !room.is_empty() => {}
-        }
-        give_back(&kernel, socket.get_ref(), &mut room)?;
-        lost += room.expire(Instant::now()) as u64;
-    }
-}
-
-/// Reads what there is; true when there is no more.
-fn take_in(
-    socket: &PacketSocket,
-    room: &mut Room,
-    buffer: &mut [u8],
-    lost: &mut u64,
-) -> std::io::Result<bool> {
-    let now = Instant::now();
-    for _ in 0..READS_AT_ONCE {
-        let frame = match socket.receive(buffer) {
-            Ok(frame) => frame,
-            Err(e) if e.kind() == ErrorKind::WouldBlock => return Ok(true),
-            Err(e) if e.kind() == ErrorKind::Interrupted => continue,
-            Err(e) => return Err(e),
-        };
-        if let Some(fragment) = room::identify(frame)
-            && !room.keep(fragment, frame, now)
-        {
-            *lost += 1;
+            _ = ask.tick(), if !room.is_empty() => {
+                give_back(kernel, &socket, &mut room)?;
+                lost += room.expire(Instant::now());
+            }
         }
     }
-    Ok(false)
 }
 
 /// Sends on what has its first by now.
@@ -108,9 +119,6 @@ fn give_back(
     socket: &PacketSocket,
     room: &mut Room,
 ) -> Result<(), FragmentsError> {
-    if room.is_empty() {
-        return Ok(());
-    }
     let mut failed = None;
     let free = room.release(|datagram| match kernel.first_has_passed(datagram) {
         Ok(passed) => passed,

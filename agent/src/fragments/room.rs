@@ -7,6 +7,8 @@ use dataplane_common::fragment::park_mark;
 use dataplane_common::layout::FragmentKey;
 use dataplane_common::{V4, V6};
 
+use crate::kernel::DatagramId;
+
 /// Frames that wait at one time; of more, the newest is dropped.
 pub const MAX_FRAMES: usize = 1_024;
 /// Frames of one link: nobody takes the room of all others.
@@ -17,13 +19,6 @@ pub const MAX_BYTES: usize = 4 << 20;
 pub const WAIT: Duration = Duration::from_secs(2);
 
 const ETHERNET: usize = 14;
-
-/// The datagram that a fragment belongs to, as the programs know it.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum DatagramId {
-    V4(FragmentKey<V4>),
-    V6(FragmentKey<V6>),
-}
 
 /// A fragment as the programs hand it over.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -126,10 +121,15 @@ impl Room {
     }
 
     /// Takes out what may go on, in the order of its arrival. Each datagram is asked for once.
-    pub fn release(&mut self, mut first_has_passed: impl FnMut(&DatagramId) -> bool) -> Vec<Vec<u8>> {
+    pub fn release(
+        &mut self,
+        mut first_has_passed: impl FnMut(&DatagramId) -> bool,
+    ) -> Vec<Vec<u8>> {
         let mut asked = HashMap::new();
         self.take_out(|held| {
-            *asked.entry(held.datagram).or_insert_with(|| first_has_passed(&held.datagram))
+            *asked
+                .entry(held.datagram)
+                .or_insert_with(|| first_has_passed(&held.datagram))
         })
         .into_iter()
         .map(|held| held.frame)
@@ -142,8 +142,14 @@ impl Room {
     }
 
     fn take_out(&mut self, mut wanted: impl FnMut(&Held) -> bool) -> Vec<Held> {
-        let (out, kept): (Vec<_>, VecDeque<_>) = std::mem::take(&mut self.held).into_iter().partition(|held| wanted(held));
-        self.held = kept;
+        let mut out = Vec::new();
+        for held in std::mem::take(&mut self.held) {
+            if wanted(&held) {
+                out.push(held);
+            } else {
+                self.held.push_back(held);
+            }
+        }
         for held in &out {
             self.bytes -= held.frame.len();
             if let Some(count) = self.of_link.get_mut(&held.ifindex) {

@@ -7,6 +7,9 @@
 mod cgroup;
 mod collect;
 mod limits;
+#[allow(unsafe_code, reason = "socket addresses of packet sockets")]
+mod packet_socket;
+mod park;
 mod programs;
 mod services;
 #[allow(unsafe_code, reason = "map access by system call")]
@@ -24,9 +27,12 @@ pub use crate::compile::services::NodeIdentity;
 use crate::compile::surroundings::Surroundings;
 pub use cgroup::namespace_cookie;
 pub use limits::Limits;
+pub use packet_socket::PacketSocket;
+pub use park::DatagramId;
 pub use programs::{Program, SocketError, SocketHook, TestRun, default_cgroup};
 
 use collect::Collector;
+use park::Parking;
 use programs::Programs;
 use services::Services;
 use table::CounterTable;
@@ -195,6 +201,7 @@ pub struct Kernel {
     programs: Mutex<Programs>,
     services: Mutex<Services>,
     collector: Mutex<Collector>,
+    parking: Parking,
     drops: CounterTable,
     events: CounterTable,
     socket_events: CounterTable,
@@ -225,10 +232,12 @@ impl Kernel {
         programs.set_node_addresses(&node.addresses)?;
         let services = Services::open(maps, node)?;
         let collector = Collector::open(maps)?;
+        let parking = Parking::open(maps)?;
         Ok(Self {
             programs: Mutex::new(programs),
             services: Mutex::new(services),
             collector: Mutex::new(collector),
+            parking,
             drops,
             events,
             socket_events,
@@ -301,6 +310,31 @@ impl Kernel {
             lock(&self.collector).hurry();
         }
         Ok(report)
+    }
+
+    /// Attaches the program that takes fragments back, on the near side of their link to user space. Safe to repeat.
+    ///
+    /// # Errors
+    /// [`AttachError`] names the interface and the step.
+    pub fn attach_park_link(&self, name: &str) -> Result<(), AttachError> {
+        lock(&self.programs).attach_park_link(name)
+    }
+
+    /// A sign of life: for some seconds, the programs hand over fragments that came before the first of their datagram,
+    /// out of the link `ifindex`.
+    ///
+    /// # Errors
+    /// [`KernelError`] when the table cannot be changed.
+    pub fn accept_fragments(&self, ifindex: u32) -> Result<(), KernelError> {
+        self.parking.accept(ifindex, monotonic_s())
+    }
+
+    /// True when a datagram's other fragments may go on.
+    ///
+    /// # Errors
+    /// [`KernelError`] when the table cannot be read.
+    pub fn first_has_passed(&self, datagram: &DatagramId) -> Result<bool, KernelError> {
+        self.parking.first_has_passed(datagram, monotonic_s())
     }
 
     /// Every counter, drops and forwards.

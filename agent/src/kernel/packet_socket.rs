@@ -2,18 +2,19 @@
 
 use std::io;
 use std::mem::{MaybeUninit, size_of};
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd, RawFd};
 
 use socket2::{Domain, Protocol, SockAddr, SockAddrStorage, Socket, Type};
+use tokio::io::Interest;
+use tokio::io::unix::AsyncFd;
 
 /// Frames of every protocol that come in on one link; what is sent goes out of it.
 #[derive(Debug)]
 pub struct PacketSocket {
-    socket: Socket,
+    socket: AsyncFd<Socket>,
 }
 
 impl PacketSocket {
-    /// Opens a socket that never blocks. `receive_bytes` bounds what waits in the kernel.
+    /// Opens a socket, for a task of the runtime. `receive_bytes` bounds what waits in the kernel.
     ///
     /// # Errors
     /// When the kernel refuses: no right, or no such link.
@@ -33,37 +34,32 @@ impl PacketSocket {
         // SAFETY: the storage holds a `sockaddr_ll` of this length.
         let address = unsafe { SockAddr::new(storage, length) };
         socket.bind(&address)?;
+        // SAFETY: the socket owns its descriptor, and is neither replaced nor closed before `AsyncFd` is dropped.
+        let socket = unsafe { AsyncFd::register_with_interest(socket, Interest::READABLE) }?;
         Ok(Self { socket })
     }
 
-    /// The next frame, cut to the buffer's size.
+    /// The next frame, cut to the buffer's size. Nothing is lost when the call is dropped.
     ///
     /// # Errors
-    /// [`io::ErrorKind::WouldBlock`] when there is none.
-    pub fn receive<'a>(&self, buffer: &'a mut [u8]) -> io::Result<&'a [u8]> {
+    /// When the link is down or gone.
+    pub async fn receive<'a>(&self, buffer: &'a mut [u8]) -> io::Result<&'a [u8]> {
         // SAFETY: `MaybeUninit<u8>` has the layout of `u8`, and the kernel only writes initialised bytes.
         let room = unsafe { &mut *(std::ptr::from_mut(buffer) as *mut [MaybeUninit<u8>]) };
-        let length = self.socket.recv(room)?;
+        let length = loop {
+            let mut ready = self.socket.readable().await?;
+            if let Ok(length) = ready.try_io(|socket| socket.get_ref().recv(room)) {
+                break length?;
+            }
+        };
         Ok(buffer.get(..length).unwrap_or_default())
     }
 
-    /// Sends one frame.
+    /// Sends one frame, without waiting.
     ///
     /// # Errors
     /// When the link is down or its queue full.
     pub fn send(&self, frame: &[u8]) -> io::Result<()> {
-        self.socket.send(frame).map(drop)
-    }
-}
-
-impl AsRawFd for PacketSocket {
-    fn as_raw_fd(&self) -> RawFd {
-        self.socket.as_raw_fd()
-    }
-}
-
-impl AsFd for PacketSocket {
-    fn as_fd(&self) -> BorrowedFd<'_> {
-        self.socket.as_fd()
+        self.socket.get_ref().send(frame).map(drop)
     }
 }

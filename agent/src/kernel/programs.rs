@@ -41,6 +41,8 @@ pub enum Program {
     ToNetwork,
     /// On the loopback link: the node's own processes to its own addresses.
     FromSelf,
+    /// On the link to user space: fragments that come back.
+    FromPark,
     /// From here on: on no hook, but the end of others.
     FromPodV6,
     FromNetworkV6,
@@ -48,22 +50,27 @@ pub enum Program {
     OpenV6,
     ActV4,
     ActV6,
+    RelateV4,
+    RelateV6,
     Refuse,
 }
 
 impl Program {
-    pub const ALL: [Self; 12] = [
+    pub const ALL: [Self; 15] = [
         Self::FromPod,
         Self::ToPod,
         Self::FromNetwork,
         Self::ToNetwork,
         Self::FromSelf,
+        Self::FromPark,
         Self::FromPodV6,
         Self::FromNetworkV6,
         Self::OpenV4,
         Self::OpenV6,
         Self::ActV4,
         Self::ActV6,
+        Self::RelateV4,
+        Self::RelateV6,
         Self::Refuse,
     ];
 
@@ -76,12 +83,15 @@ impl Program {
             Self::FromNetwork => "from_network",
             Self::ToNetwork => "to_network",
             Self::FromSelf => "from_self",
+            Self::FromPark => "from_park",
             Self::FromPodV6 => "from_pod_v6",
             Self::FromNetworkV6 => "from_network_v6",
             Self::OpenV4 => "open_v4",
             Self::OpenV6 => "open_v6",
             Self::ActV4 => "act_v4",
             Self::ActV6 => "act_v6",
+            Self::RelateV4 => "relate_v4",
+            Self::RelateV6 => "relate_v6",
             Self::Refuse => "refuse",
         }
     }
@@ -89,15 +99,20 @@ impl Program {
     /// Place among the programs that others end in; none for those that sit on a hook.
     fn tail(self) -> Option<u32> {
         match self {
-            Self::FromPod | Self::ToPod | Self::FromNetwork | Self::ToNetwork | Self::FromSelf => {
-                None
-            }
+            Self::FromPod
+            | Self::ToPod
+            | Self::FromNetwork
+            | Self::ToNetwork
+            | Self::FromSelf
+            | Self::FromPark => None,
             Self::FromPodV6 => Some(tail::FROM_POD_V6),
             Self::FromNetworkV6 => Some(tail::FROM_NETWORK_V6),
             Self::OpenV4 => Some(tail::OPEN_V4),
             Self::OpenV6 => Some(tail::OPEN_V6),
             Self::ActV4 => Some(tail::ACT_V4),
             Self::ActV6 => Some(tail::ACT_V6),
+            Self::RelateV4 => Some(tail::RELATE_V4),
+            Self::RelateV6 => Some(tail::RELATE_V6),
             Self::Refuse => Some(tail::REFUSE),
         }
     }

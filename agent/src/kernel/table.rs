@@ -9,8 +9,8 @@ use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
 
 use dataplane_common::layout::{
-    Affinity, AffinityKey, Backend, Endpoint, Flow, FlowKey, Frontend, FrontendKey, Link,
-    MaglevBlock, MaglevKey, Node, Range, RangeKey, SlotKey, SourceRangeKey,
+    Affinity, AffinityKey, Backend, Datagram, Endpoint, Flow, FlowKey, FragmentKey, Frontend, FrontendKey, Link,
+    MaglevBlock, MaglevKey, Node, Park, Range, RangeKey, SlotKey, SourceRangeKey,
 };
 use dataplane_common::socket::{
     Connection, Cookie, DestinationKey, Namespace, Place, SocketFlow, SourceKey, UseKey,
@@ -101,6 +101,7 @@ plain!(
     SourceKey<V4>,
     SourceKey<V6>
 );
+plain!(FragmentKey<V4>, FragmentKey<V6>, Datagram, Park);
 
 #[repr(C)]
 #[derive(Default)]

@@ -3,12 +3,20 @@
 use std::net::IpAddr;
 
 use super::link::{Link, VethEnd};
-use super::{HOST_LINK, HOST_LINK_PEER, Netlink, NetlinkError, absent_is_done, sysctl};
+use super::{
+    HOST_LINK, HOST_LINK_PEER, Netlink, NetlinkError, PARK_LINK, PARK_LINK_PEER, absent_is_done,
+    sysctl,
+};
 use crate::compile::routes::gateway_for;
 
 /// MAC addresses of the host link: locally administered, the same on every node since the link never leaves it.
 const HOST_LINK_MAC: [u8; 6] = [0x0a, 0x57, 0x45, 0x49, 0x52, 0x01];
 const HOST_LINK_PEER_MAC: [u8; 6] = [0x0a, 0x57, 0x45, 0x49, 0x52, 0x02];
+
+const PARK_LINK_MAC: [u8; 6] = [0x0a, 0x57, 0x45, 0x49, 0x52, 0x03];
+const PARK_LINK_PEER_MAC: [u8; 6] = [0x0a, 0x57, 0x45, 0x49, 0x52, 0x04];
+/// No fragment is longer, whatever link it came by.
+const PARK_LINK_MTU: u32 = 65_535;
 
 /// The veth pair through which the node's own processes reach services.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -16,6 +24,15 @@ pub struct HostLink {
     /// Where the service routes point.
     pub near: Link,
     /// Where the programs see the packets arrive.
+    pub far: Link,
+}
+
+/// The veth pair on which the programs hand fragments to the agent, and get them back.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ParkLink {
+    /// Where the programs send them, and take them back.
+    pub near: Link,
+    /// Where the agent listens.
     pub far: Link,
 }
 
@@ -46,10 +63,18 @@ pub fn set_sysctls(uplinks: &[String]) -> Result<(), NetlinkError> {
 /// # Errors
 /// [`NetlinkError`] names the step.
 pub fn ensure_host_link(netlink: &mut Netlink, mtu: u32) -> Result<HostLink, NetlinkError> {
-    let host_link = match find(netlink)? {
-        Some(found) => found,
-        None => create(netlink, mtu)?,
+    let near = VethEnd {
+        name: HOST_LINK,
+        mac: HOST_LINK_MAC,
+        netns: None,
     };
+    let far = VethEnd {
+        name: HOST_LINK_PEER,
+        mac: HOST_LINK_PEER_MAC,
+        netns: None,
+    };
+    let (near, far) = ensure_pair(netlink, &near, &far, mtu)?;
+    let host_link = HostLink { near, far };
     for name in [HOST_LINK, HOST_LINK_PEER] {
         quiet(name)?;
         sysctl::set(&format!("net/ipv4/conf/{name}/accept_local"), "1")?;
@@ -59,10 +84,8 @@ pub fn ensure_host_link(netlink: &mut Netlink, mtu: u32) -> Result<HostLink, Net
         if link.mtu != mtu {
             netlink.set_link_mtu(link.index, mtu)?;
         }
-        if !link.up {
-            netlink.set_link_up(link.index, true)?;
-        }
     }
+    raise(netlink, [&host_link.near, &host_link.far])?;
     for family in [
         IpAddr::V4(std::net::Ipv4Addr::LOCALHOST),
         IpAddr::V6(std::net::Ipv6Addr::LOCALHOST),
@@ -72,6 +95,29 @@ pub fn ensure_host_link(netlink: &mut Netlink, mtu: u32) -> Result<HostLink, Net
         }
     }
     Ok(host_link)
+}
+
+/// Makes or adopts the link for fragments, up. Nothing but the programs and the agent speaks on it.
+///
+/// # Errors
+/// [`NetlinkError`] names the step.
+pub fn ensure_park_link(netlink: &mut Netlink) -> Result<ParkLink, NetlinkError> {
+    let near = VethEnd {
+        name: PARK_LINK,
+        mac: PARK_LINK_MAC,
+        netns: None,
+    };
+    let far = VethEnd {
+        name: PARK_LINK_PEER,
+        mac: PARK_LINK_PEER_MAC,
+        netns: None,
+    };
+    let (near, far) = ensure_pair(netlink, &near, &far, PARK_LINK_MTU)?;
+    for name in [PARK_LINK, PARK_LINK_PEER] {
+        sysctl::set_if_present(&format!("net/ipv6/conf/{name}/disable_ipv6"), "1")?;
+    }
+    raise(netlink, [&near, &far])?;
+    Ok(ParkLink { near, far })
 }
 
 /// True unless IPv6 is compiled out or switched off at boot.
@@ -97,22 +143,45 @@ pub fn quiet(name: &str) -> Result<(), NetlinkError> {
     Ok(())
 }
 
-/// Removes the host link; true when there was one.
+/// Removes the pair that has `name` at one end; true when there was one.
 ///
 /// # Errors
 /// [`NetlinkError`] when the kernel refuses.
-pub fn remove_host_link(netlink: &mut Netlink) -> Result<bool, NetlinkError> {
-    let there = netlink.link(HOST_LINK)?.is_some();
+pub fn remove_pair(netlink: &mut Netlink, name: &str) -> Result<bool, NetlinkError> {
+    let there = netlink.link(name)?.is_some();
     if there {
-        absent_is_done(netlink.delete_link(HOST_LINK))?;
+        absent_is_done(netlink.delete_link(name))?;
     }
     Ok(there)
 }
 
+/// Adopts a pair of ours, or makes it.
+fn ensure_pair(
+    netlink: &mut Netlink,
+    near: &VethEnd<'_>,
+    far: &VethEnd<'_>,
+    mtu: u32,
+) -> Result<(Link, Link), NetlinkError> {
+    if let Some(pair) = find_pair(netlink, near.name, far.name)? {
+        return Ok(pair);
+    }
+    netlink.create_veth(near, far, mtu)?;
+    find_pair(netlink, near.name, far.name)?.ok_or_else(|| {
+        NetlinkError::new(
+            format!("find the link {} just created", near.name),
+            std::io::ErrorKind::NotFound.into(),
+        )
+    })
+}
+
 /// Both ends, or nothing: a half (somebody's link of that name) is cleared away first.
-fn find(netlink: &mut Netlink) -> Result<Option<HostLink>, NetlinkError> {
-    match (netlink.link(HOST_LINK)?, netlink.link(HOST_LINK_PEER)?) {
-        (Some(near), Some(far)) if near.veth && far.veth => Ok(Some(HostLink { near, far })),
+fn find_pair(
+    netlink: &mut Netlink,
+    near: &str,
+    far: &str,
+) -> Result<Option<(Link, Link)>, NetlinkError> {
+    match (netlink.link(near)?, netlink.link(far)?) {
+        (Some(near), Some(far)) if near.veth && far.veth => Ok(Some((near, far))),
         (None, None) => Ok(None),
         (near, far) => {
             for link in near.into_iter().chain(far) {
@@ -123,24 +192,13 @@ fn find(netlink: &mut Netlink) -> Result<Option<HostLink>, NetlinkError> {
     }
 }
 
-fn create(netlink: &mut Netlink, mtu: u32) -> Result<HostLink, NetlinkError> {
-    let near = VethEnd {
-        name: HOST_LINK,
-        mac: HOST_LINK_MAC,
-        netns: None,
-    };
-    let far = VethEnd {
-        name: HOST_LINK_PEER,
-        mac: HOST_LINK_PEER_MAC,
-        netns: None,
-    };
-    netlink.create_veth(&near, &far, mtu)?;
-    find(netlink)?.ok_or_else(|| {
-        NetlinkError::new(
-            "find the host link just created",
-            std::io::ErrorKind::NotFound.into(),
-        )
-    })
+fn raise(netlink: &mut Netlink, links: [&Link; 2]) -> Result<(), NetlinkError> {
+    for link in links {
+        if !link.up {
+            netlink.set_link_up(link.index, true)?;
+        }
+    }
+    Ok(())
 }
 
 /// The smallest MTU of the uplinks, for pods and the host link.

@@ -27,6 +27,10 @@ pub const HOST_LINK_PEER: &str = "weir_hostp";
 
 /// The VXLAN device that reaches nodes of other segments.
 pub const OVERLAY_LINK: &str = "weir_vxlan";
+/// Ends of the veth pair on which the programs hand fragments to the agent, and get them back.
+pub const PARK_LINK: &str = "weir_park";
+/// The far end of [`PARK_LINK`], in the same namespace; the agent listens there.
+pub const PARK_LINK_PEER: &str = "weir_parkp";
 
 /// A change or query of the kernel's network state that failed.
 #[derive(Debug, thiserror::Error)]

@@ -5,7 +5,8 @@ use std::time::{Duration, Instant};
 use dataplane_common::fragment::park_mark;
 use proptest::prelude::*;
 
-use super::{DatagramId, Fragment, MAX_BYTES, MAX_FRAMES, MAX_FRAMES_OF_LINK, Room, WAIT, identify};
+use super::{Fragment, MAX_BYTES, MAX_FRAMES, MAX_FRAMES_OF_LINK, Room, WAIT, identify};
+use crate::kernel::DatagramId;
 
 const HOOK: u32 = 2;
 const IFINDEX: u32 = 77;
@@ -28,7 +29,16 @@ fn frame_v4(identification: u16) -> Vec<u8> {
 
 fn frame_v6(identification: u32, options_first: bool) -> Vec<u8> {
     let mut frame = ethernet([0x86, 0xdd]);
-    frame.extend([0x60, 0, 0, 0, 0, 24, if options_first { 60 } else { 44 }, 64]);
+    frame.extend([
+        0x60,
+        0,
+        0,
+        0,
+        0,
+        24,
+        if options_first { 60 } else { 44 },
+        64,
+    ]);
     frame.extend([1; 16]);
     frame.extend([2; 16]);
     if options_first {
@@ -43,7 +53,9 @@ fn frame_v6(identification: u32, options_first: bool) -> Vec<u8> {
 #[test]
 fn a_parked_frame_says_where_it_was_met_and_what_it_is_part_of() {
     let fragment = identify(&frame_v4(0x1234)).expect("parked");
-    let DatagramId::V4(key) = fragment.datagram else { panic!("{fragment:?}") };
+    let DatagramId::V4(key) = fragment.datagram else {
+        panic!("{fragment:?}")
+    };
     assert_eq!(fragment.ifindex, IFINDEX);
     assert_eq!(key.source.octets(), [192, 0, 2, 100]);
     assert_eq!(key.destination.octets(), [192, 0, 2, 11]);
@@ -51,18 +63,31 @@ fn a_parked_frame_says_where_it_was_met_and_what_it_is_part_of() {
     assert_eq!(key.protocol, 17 | HOOK << 8);
     for options_first in [false, true] {
         let fragment = identify(&frame_v6(0x1234_5678, options_first)).expect("parked");
-        let DatagramId::V6(key) = fragment.datagram else { panic!("{fragment:?}") };
-        assert_eq!((key.source.octets(), key.destination.octets()), ([1; 16], [2; 16]));
-        assert_eq!((key.identification, key.protocol), (0x1234_5678u32.to_be(), 17 | HOOK << 8));
+        let DatagramId::V6(key) = fragment.datagram else {
+            panic!("{fragment:?}")
+        };
+        assert_eq!(
+            (key.source.octets(), key.destination.octets()),
+            ([1; 16], [2; 16])
+        );
+        assert_eq!(
+            (key.identification, key.protocol),
+            (0x1234_5678u32.to_be(), 17 | HOOK << 8)
+        );
     }
 }
 
 #[test]
 fn the_room_is_bounded_in_frames_frames_of_a_link_and_bytes() {
     let now = Instant::now();
-    let fragment = |ifindex| Fragment { ifindex, ..identify(&frame_v4(1)).expect("parked") };
+    let fragment = |ifindex| Fragment {
+        ifindex,
+        ..identify(&frame_v4(1)).expect("parked")
+    };
     let mut room = Room::default();
-    let kept = (0..MAX_FRAMES_OF_LINK + 5).filter(|_| room.keep(fragment(1), &[0; 60], now)).count();
+    let kept = (0..MAX_FRAMES_OF_LINK + 5)
+        .filter(|_| room.keep(fragment(1), &[0; 60], now))
+        .count();
     assert_eq!(kept, MAX_FRAMES_OF_LINK);
     for link in 2..100 {
         for _ in 0..MAX_FRAMES_OF_LINK {
@@ -77,7 +102,9 @@ fn the_room_is_bounded_in_frames_frames_of_a_link_and_bytes() {
 
     let mut room = Room::default();
     let large = vec![0; 60_000];
-    let kept = (0..200).filter(|i| room.keep(fragment(*i), &large, now)).count();
+    let kept = (0..200)
+        .filter(|i| room.keep(fragment(*i), &large, now))
+        .count();
     assert_eq!(kept, MAX_BYTES / large.len());
 }
 

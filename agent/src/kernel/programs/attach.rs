@@ -154,6 +154,15 @@ impl Programs {
             .map_err(failed("enter the uplink", name))
     }
 
+    pub(in crate::kernel) fn attach_park_link(&mut self, name: &str) -> Result<(), AttachError> {
+        let ifindex = nix::net::if_::if_nametoindex(name)
+            .map_err(io::Error::from)
+            .map_err(Cause::from)
+            .map_err(failed("find the interface", name))?;
+        self.attach(Program::FromPark, ifindex, name)
+            .map_err(failed("attach from_park", name))
+    }
+
     pub(in crate::kernel) fn attach_host_link(
         &mut self,
         link: &HostLink,
