@@ -1,6 +1,9 @@
 //! The `prog` tier: the eBPF programs under `BPF_PROG_TEST_RUN`. A packet in, a verdict, a packet out; every checksum
 //! is computed from scratch. Needs root and an embedded object.
 
+#[path = "prog/messages.rs"]
+mod messages;
+
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};

@@ -155,8 +155,8 @@ fn frontend(address: IpAddr, port: &ServicePort) -> Option<Frontend> {
     let protocol = match port.protocol() {
         Protocol::Tcp => 6,
         Protocol::Udp => 17,
-        // SCTP has no translation here.
-        Protocol::Sctp | Protocol::Unspecified => return None,
+        Protocol::Sctp => 132,
+        Protocol::Unspecified => return None,
     };
     let number = u16::try_from(port.port)
         .ok()

@@ -4,4 +4,5 @@
 pub mod cgroup;
 pub mod nodes;
 pub mod packet;
+pub mod wire;
 pub mod world;

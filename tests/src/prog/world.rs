@@ -180,7 +180,11 @@ pub fn serve(desired: &mut DesiredState, address: &str, backends: &[&str]) {
     } else {
         AddressFamily::Ipv4
     };
-    let protocols = [("tcp", Protocol::Tcp), ("udp", Protocol::Udp)];
+    let protocols = [
+        ("tcp", Protocol::Tcp),
+        ("udp", Protocol::Udp),
+        ("sctp", Protocol::Sctp),
+    ];
     let service = Service {
         namespace: name.namespace.clone(),
         name: name.name.clone(),
