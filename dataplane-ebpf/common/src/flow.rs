@@ -75,10 +75,7 @@ impl<A: Family> Flow<A> {
     #[inline(always)]
     #[must_use]
     pub fn is_established(&self) -> bool {
-        self.is_connection()
-            && self.both(tcp::ACK)
-            && !self.either(tcp::FIN)
-            && !self.is_reset()
+        self.is_connection() && self.both(tcp::ACK) && !self.either(tcp::FIN) && !self.is_reset()
     }
 
     /// Nothing more will come but stray segments.
@@ -176,9 +173,8 @@ impl<A: Family> Flow<A> {
     #[inline(always)]
     #[must_use]
     pub fn is_over(&self, state: u32, now_s: u32, pressure: bool) -> bool {
-        let abandoned = self.flags & FLOW_SERVICE != 0
-            && !self.is_connection()
-            && self.is_orphaned(state);
+        let abandoned =
+            self.flags & FLOW_SERVICE != 0 && !self.is_connection() && self.is_orphaned(state);
         abandoned || self.is_expired(now_s, pressure)
     }
 
