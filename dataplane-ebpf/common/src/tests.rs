@@ -2,6 +2,7 @@
 
 mod arithmetic;
 mod collect;
+mod echo;
 mod fragments;
 mod histories;
 mod sockets;

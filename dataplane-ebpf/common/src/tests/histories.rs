@@ -6,7 +6,7 @@ use std::collections::{BTreeMap, HashMap};
 use proptest::prelude::*;
 
 use super::tables::{Collections, LOCAL_PODS, TestFamily, from_network, from_pod};
-use crate::address::{TCP, UDP};
+use crate::address::{SCTP, TCP, UDP};
 use crate::layout::{FLOW_SERVICE, FlowKey, backend_state};
 use crate::packet::{Action, Decision, Packet, Translation, WITH_PORTS, tcp};
 use crate::reason::DropReason;
@@ -46,7 +46,7 @@ enum Step {
 }
 
 fn step() -> impl Strategy<Value = Step> {
-    let protocol = prop_oneof![Just(TCP), Just(UDP)];
+    let protocol = prop_oneof![Just(TCP), Just(UDP), Just(SCTP)];
     let flags = prop_oneof![
         Just(tcp::SYN),
         Just(tcp::ACK),
@@ -104,7 +104,7 @@ pub(super) fn packet<A: TestFamily>(
         source_port: Port::new(port),
         destination_port: Port::new(80),
         protocol,
-        tcp_flags: if protocol == TCP { flags } else { 0 },
+        tcp_flags: if protocol == UDP { 0 } else { flags },
         flags: WITH_PORTS,
         identification: 0,
     }
@@ -117,7 +117,7 @@ pub(super) fn answer<A: TestFamily>(to: &Decision<A>, protocol: u8, flags: u8) -
         source_port: to.destination_port,
         destination_port: to.source_port,
         protocol,
-        tcp_flags: if protocol == TCP { flags } else { 0 },
+        tcp_flags: if protocol == UDP { 0 } else { flags },
         flags: WITH_PORTS,
         identification: 0,
     }
@@ -200,7 +200,7 @@ impl<A: TestFamily> Model<A> {
     /// Named invariant: no packet to a removed backend, and to a draining one only on a connection that exists.
     fn goes_to_a_living_backend(&self, packet: &Packet<A>, decision: &Decision<A>) {
         let flow = self.tables.flows[&packet.key()];
-        if packet.is_tcp() && !packet.opens() {
+        if packet.is_connected() && !packet.opens() {
             // Connections go on, whatever became of their service: nothing here says that the backend has gone.
             return;
         }
@@ -284,7 +284,7 @@ impl<A: TestFamily> Model<A> {
             .map(|(_, frontend)| *frontend);
         match (decision.action, decision.reason) {
             (Action::Network, DropReason::None) => {
-                let connected = packet.is_tcp() && !packet.opens();
+                let connected = packet.is_connected() && !packet.opens();
                 let flow = self.tables.flows.get(&packet.key());
                 assert!(
                     frontend.is_none() || (connected && flow.is_some()),
