@@ -11,8 +11,9 @@ use anyhow::{Context, Result, ensure};
 use weir_agent::kernel::{Kernel, Limits, PodPrograms, Program, SocketError};
 use weir_agent::netlink::Netlink;
 use weir_tests::prog::cgroup::Cgroup;
-use weir_tests::prog::nodes::start_servers;
+use weir_tests::prog::nodes::{Nodes, start_servers};
 use weir_tests::prog::packet::Packet;
+use weir_tests::prog::sctp;
 use weir_tests::prog::world::{NODE_V4, NODE_V6, POD_A, POD_B, POD_FAR, PROTOCOLS, World};
 
 const LIMITS: Limits = Limits {
@@ -97,6 +98,9 @@ fn main() -> ExitCode {
             report("collect flows", collect(&world));
             report("restart", restart(&mut world));
             report("detach and clean up", clean(world));
+            for (name, result) in sctp_sockets() {
+                report(&name, result);
+            }
         }
         Err(error) => report("load and attach", Err(error)),
     }
@@ -317,6 +321,47 @@ fn sockets(world: &mut World) -> Result<()> {
     );
     world.kernel.detach_sockets()?;
     Ok(())
+}
+
+/// Real associations through a service whose port is not the server's, on one node and between two. Kernels without SCTP
+/// have nothing to show.
+fn sctp_sockets() -> Vec<(String, Result<()>)> {
+    if sctp::unable().is_some() {
+        return Vec::new();
+    }
+    let node = || -> Result<Vec<(String, Result<()>)>> {
+        let mut nodes = Nodes::new(LIMITS)?;
+        let (client, near) = (nodes.nodes[0].pod(2)?, nodes.nodes[0].pod(3)?);
+        let far = nodes.nodes[1].pod(2)?;
+        for pod in [&near, &far] {
+            sctp::start_server(&pod.netns)?;
+        }
+        let mut results = Vec::new();
+        for family in &FAMILIES {
+            for (place, pod) in [("same node", &near), ("other node", &far)] {
+                let backend = if family.name == "IPv4" {
+                    &pod.v4
+                } else {
+                    &pod.v6
+                };
+                nodes.serve(family.vip, &[backend])?;
+                let to = at(family.vip, 80).parse()?;
+                let result = sctp::exchange(&client.netns, to, &[0x5a; 4_000]);
+                results.push((format!("SCTP sockets, {place}, {}", family.name), result));
+            }
+        }
+        Ok(results)
+    };
+    // Namespaces belong to a thread.
+    let made = std::thread::scope(|scope| scope.spawn(node).join());
+    match made {
+        Ok(Ok(results)) => results,
+        Ok(Err(error)) => vec![("SCTP sockets".into(), Err(error))],
+        Err(_) => vec![(
+            "SCTP sockets".into(),
+            Err(anyhow::anyhow!("the thread panicked")),
+        )],
+    }
 }
 
 fn collect(world: &World) -> Result<()> {

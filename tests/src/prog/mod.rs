@@ -4,5 +4,6 @@
 pub mod cgroup;
 pub mod nodes;
 pub mod packet;
+pub mod sctp;
 pub mod wire;
 pub mod world;

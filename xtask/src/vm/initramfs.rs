@@ -11,7 +11,7 @@ use super::kernel::Files;
 use crate::run::cmd;
 
 /// Modules that the programs' surroundings need; where one is built in, or does not exist, nothing is loaded.
-const MODULES: [&str; 8] = [
+const MODULES: [&str; 13] = [
     "veth",
     "sch_ingress",
     "cls_bpf",
@@ -20,6 +20,11 @@ const MODULES: [&str; 8] = [
     "bridge",
     "dummy",
     "ipv6",
+    "crc32c_generic",
+    "hmac",
+    "md5",
+    "sha1_generic",
+    "sctp",
 ];
 const APPLETS: [&str; 8] = [
     "sh", "mount", "mkdir", "insmod", "poweroff", "echo", "uname", "ip",
