@@ -66,7 +66,7 @@ pub fn exchange(netns: &File, to: SocketAddr, payload: &[u8]) -> Result<()> {
             .connect_timeout(&to.into(), PATIENCE)
             .with_context(|| format!("connect to {to}"))?;
         association.write_all(payload).context("send")?;
-        let mut received = Vec::new();
+        let mut received: Vec<u8> = Vec::new();
         let mut buffer = vec![0; 1 << 16];
         while received.len() < payload.len() {
             let length = association.read(&mut buffer).context("read the answer")?;
