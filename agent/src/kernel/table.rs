@@ -9,8 +9,9 @@ use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
 
 use dataplane_common::layout::{
-    Affinity, AffinityKey, Backend, Datagram, Endpoint, Flow, FlowKey, FragmentKey, Frontend, FrontendKey, Link,
-    MaglevBlock, MaglevKey, Node, Park, Range, RangeKey, SlotKey, SourceRangeKey,
+    Affinity, AffinityKey, Backend, Datagram, Endpoint, Flow, FlowKey, FragmentKey, Frontend,
+    FrontendKey, Link, MaglevBlock, MaglevKey, Node, Park, Range, RangeKey, SlotKey,
+    SourceRangeKey,
 };
 use dataplane_common::socket::{
     Connection, Cookie, DestinationKey, Namespace, Place, SocketFlow, SourceKey, UseKey,
