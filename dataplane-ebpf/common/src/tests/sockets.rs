@@ -5,11 +5,10 @@ use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 
 use proptest::prelude::*;
 
-use super::tables::{Collections, TestFamily};
+use super::tables::{Collections, TestFamily, from_pod};
 use crate::address::{TCP, UDP};
 use crate::layout::{Affinity, AffinityKey, Backend, Endpoint, Frontend, FrontendKey, SlotKey};
 use crate::packet::{Packet, Translation, WITH_PORTS, tcp};
-use crate::path::from_pod;
 use crate::reason::SocketEvent;
 use crate::socket::{
     BOUND_TO_LINK, CONNECTED, ClientFamily, Connection, Cookie, DestinationKey,
