@@ -25,6 +25,12 @@ pub(crate) struct Cases {
     /// API or Service cases run at once; the runner has a default for each.
     #[arg(long)]
     jobs: Option<usize>,
+    /// Service cases: run on the model, without root, instead of agents and namespaces.
+    #[arg(long, conflicts_with = "kernel")]
+    model: bool,
+    /// Service cases: run on agents and namespaces (root); the default.
+    #[arg(long)]
+    kernel: bool,
     /// Service cases: also write the results to this file, as JSON.
     #[arg(long)]
     json: Option<PathBuf>,
@@ -62,8 +68,12 @@ pub(crate) fn run(repo: &Repo, cases: &Cases) -> Result<bool> {
         }
         Kind::Service => {
             command.arg("service").arg(&dir);
-            command.arg("--agent").arg(programs.join("weir-agent"));
-            command.arg("--cni").arg(programs.join("weir-cni"));
+            if cases.model {
+                command.arg("--model");
+            } else {
+                command.arg("--agent").arg(programs.join("weir-agent"));
+                command.arg("--cni").arg(programs.join("weir-cni"));
+            }
             if let Some(json) = &cases.json {
                 command.arg("--json").arg(json);
             }

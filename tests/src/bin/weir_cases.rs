@@ -54,12 +54,21 @@ enum Kind {
         /// Run only cases whose file name contains this.
         #[arg(long)]
         only: Option<String>,
+        /// Run on the model, without root, instead of agents and namespaces.
+        #[arg(long, conflicts_with = "kernel")]
+        model: bool,
+        /// Run on agents and namespaces (root); the default.
+        #[arg(long)]
+        kernel: bool,
+        /// The model's choices follow from this number.
+        #[arg(long, default_value_t = 1)]
+        seed: u64,
         /// The weir-agent binary.
-        #[arg(long)]
-        agent: PathBuf,
+        #[arg(long, required_unless_present = "model")]
+        agent: Option<PathBuf>,
         /// The weir-cni binary.
-        #[arg(long)]
-        cni: PathBuf,
+        #[arg(long, required_unless_present = "model")]
+        cni: Option<PathBuf>,
         /// Also run cases that take half a minute or more.
         #[arg(long)]
         slow: bool,
@@ -101,17 +110,25 @@ fn main() -> anyhow::Result<ExitCode> {
         Kind::Service {
             dir,
             only,
+            model,
+            kernel: _,
+            seed,
             agent,
             cni,
             slow,
             jobs,
             json,
         } => {
-            let binaries = service::Binaries { agent, cni };
+            let on = match (model, agent, cni) {
+                (false, Some(agent), Some(cni)) => {
+                    service::On::Kernel(service::Binaries { agent, cni })
+                }
+                _ => service::On::Model { seed },
+            };
             let options = service::Options {
                 folder: dir,
                 only,
-                binaries,
+                on,
                 slow,
                 jobs,
                 json,

@@ -219,7 +219,7 @@ impl Cluster {
 
     /// How nodes of different segments wrap packets.
     #[must_use]
-    pub(super) fn overlay(&self) -> Overlay {
+    pub(super) fn overlay() -> Overlay {
         let settings = weir_agent::config::Overlay::default();
         Overlay {
             port: settings.port,

@@ -6,7 +6,7 @@ use std::net::{IpAddr, SocketAddr};
 use serde_json::Value;
 
 use super::world::{cidr_holds, normal_key};
-use crate::actor::command::{Attempt, Outcome};
+use crate::actor::command::{Attempt, Outcome, Reply};
 
 /// Attempts of one source.
 #[derive(Clone, Debug)]
@@ -323,6 +323,34 @@ fn compare(expect: &Value, seen: &[Seen], lookup: &dyn Lookup) -> Check {
         }
     }
     Ok(())
+}
+
+/// Does an HTTP answer, or what came instead, meet what a case expects?
+///
+/// # Errors
+/// What was seen instead.
+pub(super) fn http(expect: &Value, reply: &Reply) -> Check {
+    match (reply, expect["status"].as_u64()) {
+        (Reply::Http { status, body }, Some(wanted)) => {
+            if u64::from(*status) != wanted {
+                return Err(format!("status {status}, expected {wanted}: {body}"));
+            }
+            let found: Value = serde_json::from_str(body).unwrap_or(Value::Null);
+            let members = expect["json"].as_object().into_iter().flatten();
+            let mut wrong = members.filter(|(key, value)| found[key.as_str()] != **value);
+            wrong.next().map_or(Ok(()), |(key, value)| {
+                Err(format!("{key} is {}, expected {value}", found[key]))
+            })
+        }
+        (Reply::HttpFailed(outcome), None) => {
+            let name = serde_json::to_value(outcome).map_err(|e| e.to_string())?;
+            if list(&expect["outcome"]).contains(&&name) {
+                return Ok(());
+            }
+            Err(format!("{outcome:?}, expected {}", expect["outcome"]))
+        }
+        (other, _) => Err(format!("{other:?}, expected {expect}")),
+    }
 }
 
 #[cfg(test)]

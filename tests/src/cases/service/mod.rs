@@ -5,6 +5,7 @@ mod capture;
 mod cluster;
 mod handle;
 mod judge;
+mod model;
 mod node;
 mod pod;
 mod probe;
@@ -35,12 +36,21 @@ pub use cluster::Binaries;
 /// Cases run side by side by default: they wait most of their time.
 pub const DEFAULT_JOBS: usize = 4;
 
+/// What the cases run on.
+#[derive(Clone, Debug)]
+pub enum On {
+    /// Real agents on network namespaces (root).
+    Kernel(Binaries),
+    /// The model, without root. The seed decides its choices.
+    Model { seed: u64 },
+}
+
 /// What a run needs to know.
 #[derive(Clone, Debug)]
 pub struct Options {
     pub folder: PathBuf,
     pub only: Option<String>,
-    pub binaries: Binaries,
+    pub on: On,
     /// Also run cases that need half a minute or more.
     pub slow: bool,
     /// Cases run at once, at least one. Each has namespaces, agents and a control side of its own.
@@ -71,7 +81,7 @@ pub fn run_folder(
     options: &Options,
     print: impl FnMut(&str) + std::marker::Send,
 ) -> anyhow::Result<Summary> {
-    if crate::topology::missing().is_none() {
+    if matches!(options.on, On::Kernel(_)) && crate::topology::missing().is_none() {
         crate::topology::sweep()?;
     }
     let files = super::case_files(&options.folder, options.only.as_deref())?;
@@ -93,8 +103,7 @@ pub fn run_folder(
                 while let Some((name, case)) = cases.get(next.fetch_add(1, Ordering::Relaxed)) {
                     let start = Instant::now();
                     let outcome = match case {
-                        Ok(case) => unmet(case, options)
-                            .map_or_else(|| run_case(case, options), Outcome::Skipped),
+                        Ok(case) => run_case(case, options),
                         Err(e) => Outcome::Failed(format!("{e:#}")),
                     };
                     lock(&report).add(name, outcome, start.elapsed(), &cases);
@@ -210,7 +219,14 @@ fn sctp() -> bool {
 }
 
 fn run_case(case: &CaseFile, options: &Options) -> Outcome {
-    let result = Cluster::build(case, &options.binaries)
+    let binaries = match &options.on {
+        On::Model { seed } => return model::run(case, *seed),
+        On::Kernel(binaries) => binaries,
+    };
+    if let Some(why) = unmet(case, options) {
+        return Outcome::Skipped(why);
+    }
+    let result = Cluster::build(case, binaries)
         .context("build the cluster")
         .and_then(|cluster| Run::start(case, cluster).context("bring up the objects"))
         .and_then(|mut run| run.steps(&case.steps));

@@ -3,12 +3,13 @@
 use std::net::{IpAddr, SocketAddr};
 use std::time::Duration;
 
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Context, Result, ensure};
 use serde_json::Value;
 
 use super::capture::Capture;
 use super::cluster::Cluster;
 use super::judge::{self, Seen};
+use super::resolve::Names;
 use super::steps::{Ends, Open, Run, number, size_of, strings};
 use super::wire::{self, Interest};
 use super::world;
@@ -193,7 +194,7 @@ impl Run {
             let link = self.cluster.bridge(name)?;
             let here = frames.iter().filter(|f| f.link == link);
             let here = here.map(|f| f.bytes.as_slice());
-            let carried = wire::count(here, &interest, self.cluster.overlay().port);
+            let carried = wire::count(here, &interest, self.overlay().port);
             wire::judge(wanted, carried).map_err(anyhow::Error::msg)?;
         }
         Ok(())
@@ -335,34 +336,7 @@ impl Run {
             timeout_ms: number(&body["timeout_ms"], 1000),
         };
         let reply = actor.call(command, Duration::ZERO)?;
-        let expect = &body["expect"];
-        match (&reply, expect["status"].as_u64()) {
-            (Reply::Http { status, body: text }, Some(wanted)) => {
-                ensure!(
-                    u64::from(*status) == wanted,
-                    "status {status}, expected {wanted}: {text}"
-                );
-                let found: Value = serde_json::from_str(text).unwrap_or(Value::Null);
-                for (key, value) in expect["json"].as_object().into_iter().flatten() {
-                    ensure!(
-                        found[key] == *value,
-                        "{key} is {}, expected {value}",
-                        found[key]
-                    );
-                }
-                Ok(())
-            }
-            (Reply::HttpFailed(outcome), None) => {
-                let allowed = strings(&expect["outcome"]);
-                let name = serde_json::to_value(outcome)?;
-                ensure!(
-                    allowed.iter().any(|a| name == a.as_str()),
-                    "{outcome:?}, expected {allowed:?}"
-                );
-                Ok(())
-            }
-            (other, _) => bail!("{other:?}, expected {expect}"),
-        }
+        judge::http(&body["expect"], &reply).map_err(anyhow::Error::msg)
     }
 
     /// Leads the path from a source to an address through a node; `None` when it begins there.

@@ -6,6 +6,7 @@ use std::time::Duration;
 use anyhow::{Context, Result, bail, ensure};
 use serde_json::Value;
 
+use super::resolve::Names;
 use super::steps::{Run, number, strings};
 use super::wire;
 use super::world::normal_key;
@@ -79,7 +80,7 @@ impl Run {
         }
         let outer = self.resolve(&body["inside"])?;
         let to = end(&outer, "dst", "port")?;
-        let overlay = self.cluster.overlay();
+        let overlay = self.overlay();
         let vni = whole(&outer["vni"]).unwrap_or(overlay.vni.into());
         Ok(vec![Forged {
             packet: packet::vxlan(&bytes, u32::try_from(vni)?, overlay.mac),

@@ -1,16 +1,32 @@
 //! References of steps to addresses: `$ip(…)`, and the targets of probes.
 
+use std::collections::BTreeMap;
 use std::net::{IpAddr, SocketAddr};
 
 use anyhow::{Context, Result, bail, ensure};
 use serde_json::Value;
 
-use super::steps::{Run, strings};
+use super::cluster::Overlay;
+use super::steps::strings;
 use super::world;
 
-impl Run {
+/// Services by namespace and name.
+pub(super) type Services = BTreeMap<(String, String), Value>;
+
+/// What references mean in the world of a case.
+pub(super) trait Names {
+    /// Addresses of a pod (the last ones, if it is gone), `node:NAME` or `ext:NAME`.
+    ///
+    /// # Errors
+    /// When there never was such a thing.
+    fn addresses_of(&self, reference: &str) -> Result<Vec<IpAddr>>;
+    fn services(&self) -> &Services;
+    /// True when IPv6 is the family of names that have both.
+    fn prefers_v6(&self) -> bool;
+    fn overlay(&self) -> Overlay;
+
     /// Replaces `$ip(REF)`, `$ip6(REF)` in every string.
-    pub(super) fn resolve(&self, value: &Value) -> Result<Value> {
+    fn resolve(&self, value: &Value) -> Result<Value> {
         Ok(match value {
             Value::String(text) => Value::String(self.resolve_text(text)?),
             Value::Array(list) => Value::Array(
@@ -26,30 +42,25 @@ impl Run {
         })
     }
 
-    pub(super) fn resolve_text(&self, text: &str) -> Result<String> {
+    fn resolve_text(&self, text: &str) -> Result<String> {
         let mut out = text.to_owned();
         for (open, v6) in [("$ip(", false), ("$ip6(", true)] {
             while let Some(start) = out.find(open) {
                 let end = out[start..].find(')').context("unclosed $ip")? + start;
                 let reference = out[start + open.len()..end].to_owned();
-                let ips = self.cluster.addresses(&reference)?;
+                let ips = self.addresses_of(&reference)?;
                 let ip = world::of_family(&ips, v6)
                     .with_context(|| format!("no such address of {reference}"))?;
                 out.replace_range(start..=end, &ip.to_string());
             }
         }
-        let overlay = self.cluster.overlay();
+        let overlay = self.overlay();
         let out = out.replace("$vxlan(port)", &overlay.port.to_string());
         Ok(out.replace("$vxlan(vni)", &overlay.vni.to_string()))
     }
 
-    pub(super) fn target(
-        &self,
-        to: &str,
-        family: Option<&str>,
-        icmp: bool,
-    ) -> Result<Vec<SocketAddr>> {
-        let v6 = family.map_or(self.prefers_v6, |f| f == "IPv6");
+    fn target(&self, to: &str, family: Option<&str>, icmp: bool) -> Result<Vec<SocketAddr>> {
+        let v6 = family.map_or(self.prefers_v6(), |f| f == "IPv6");
         let text = self.resolve_text(to)?;
         if let Ok(address) = text.parse::<SocketAddr>() {
             return Ok(vec![address]);
@@ -71,8 +82,8 @@ impl Run {
         };
         let ips: Vec<Vec<IpAddr>> = match kind {
             "svc" => self.service_ips(name)?,
-            "pod" => vec![self.cluster.addresses(name)?],
-            _ => vec![self.cluster.addresses(&format!("{kind}:{name}"))?],
+            "pod" => vec![self.addresses_of(name)?],
+            _ => vec![self.addresses_of(&format!("{kind}:{name}"))?],
         };
         let one = |ips: &Vec<IpAddr>| {
             // A family that a case names must be there; else the one that there is serves.
@@ -94,7 +105,7 @@ impl Run {
             None => candidate == name,
         };
         let found: Vec<Vec<IpAddr>> = self
-            .services
+            .services()
             .iter()
             .filter(|((ns, n), _)| ns == namespace && matches(n))
             .map(|(_, s)| {

@@ -9,9 +9,10 @@ use serde_json::Value;
 
 use super::api::plural;
 use super::capture::Capture;
-use super::cluster::Cluster;
+use super::cluster::{Cluster, Overlay};
 use super::judge::{Lookup, Record};
 use super::probe::Detour;
+use super::resolve::{Names, Services};
 use super::slices::{self, MANAGER};
 use super::world::{CaseFile, normal_key};
 use crate::actor::command::{Command, Size};
@@ -20,9 +21,9 @@ use crate::actor::command::{Command, Size};
 #[derive(Debug)]
 pub(super) struct Run {
     pub(super) cluster: Cluster,
-    pub(super) prefers_v6: bool,
+    prefers_v6: bool,
     settle: Duration,
-    pub(super) services: BTreeMap<(String, String), Value>,
+    services: Services,
     pub(super) records: BTreeMap<String, Record>,
     /// Kept flows and watches by their names.
     pub(super) open: BTreeMap<String, Open>,
@@ -47,6 +48,24 @@ pub(super) struct Open {
 pub(super) struct Ends {
     pub(super) client: Option<(SocketAddr, SocketAddr)>,
     pub(super) server: Option<(String, SocketAddr, SocketAddr)>,
+}
+
+impl Names for Run {
+    fn addresses_of(&self, reference: &str) -> Result<Vec<IpAddr>> {
+        self.cluster.addresses(reference)
+    }
+
+    fn services(&self) -> &Services {
+        &self.services
+    }
+
+    fn prefers_v6(&self) -> bool {
+        self.prefers_v6
+    }
+
+    fn overlay(&self) -> Overlay {
+        Cluster::overlay()
+    }
 }
 
 impl Lookup for Run {
