@@ -3,6 +3,7 @@
 use std::net::{IpAddr, SocketAddr};
 use std::path::{Path, PathBuf};
 
+use ipnetwork::IpNetwork;
 use serde::Deserialize;
 
 /// Why a configuration could not be used.
@@ -44,6 +45,8 @@ pub struct Config {
     pub labels: std::collections::BTreeMap<String, String>,
     pub feed: Feed,
     #[serde(default)]
+    pub dataplane: Dataplane,
+    #[serde(default)]
     pub cni: Cni,
     #[serde(default)]
     pub overlay: Overlay,
@@ -53,8 +56,6 @@ pub struct Config {
     pub flow_table: FlowTable,
     #[serde(default)]
     pub observe: Observe,
-    #[serde(default)]
-    pub dataplane: Dataplane,
     /// Present in whole-cluster mode only: the agent runs pods through this runtime.
     pub pods: Option<Pods>,
 }
@@ -71,6 +72,78 @@ pub struct Feed {
     pub ca: PathBuf,
     pub cert: PathBuf,
     pub key: PathBuf,
+}
+
+/// How Services are served, and which packets get the node's address.
+#[derive(Clone, Debug, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct Dataplane {
+    /// Networks: node ports are served on the node addresses in them. Empty: on all but loopback.
+    pub node_port_addresses: Vec<IpNetwork>,
+    /// "snat" (backends on other nodes see this node's address and answer through it) or "dsr" (they answer clients
+    /// outside directly).
+    pub node_port_mode: NodePortMode,
+    /// Handle packets to node ports, balancer and external addresses as soon as an uplink receives them, where its
+    /// driver can.
+    pub xdp: bool,
+    /// "random", or "maglev": clients outside are led to the same backend by whatever node they come in.
+    pub algorithm: Algorithm,
+    /// Pods get the node's address on their way out of the cluster.
+    pub masquerade: bool,
+    /// Networks outside the cluster that see pods as they are.
+    pub masquerade_except: Vec<IpNetwork>,
+    /// Serve externalIPs of Services. Unset: as the control plane says (`network.allow_external_ips`).
+    pub external_ips: Option<bool>,
+    /// Translate at the socket what processes of this node and its pods send to Services, so that their packets need no
+    /// translation. Where it is not possible the agent logs why, and every packet is translated instead.
+    pub socket_translation: bool,
+    /// The cgroup v2 folder with this node's processes and pods. Default: the root of the hierarchy, for an agent in the
+    /// machine's own network namespace.
+    pub cgroup: Option<PathBuf>,
+}
+
+impl Default for Dataplane {
+    fn default() -> Self {
+        Self {
+            node_port_addresses: Vec::new(),
+            node_port_mode: NodePortMode::Snat,
+            xdp: true,
+            algorithm: Algorithm::Random,
+            masquerade: true,
+            masquerade_except: Vec::new(),
+            external_ips: None,
+            socket_translation: true,
+            cgroup: None,
+        }
+    }
+}
+
+/// How packets from outside reach backends on other nodes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum NodePortMode {
+    Snat,
+    Dsr,
+}
+
+/// How a backend is chosen for a client outside the cluster.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Algorithm {
+    Random,
+    Maglev,
+}
+
+impl Dataplane {
+    /// What compiling services needs of it.
+    #[must_use]
+    pub fn service_options(&self) -> crate::compile::services::ServiceOptions {
+        crate::compile::services::ServiceOptions {
+            maglev: self.algorithm == Algorithm::Maglev,
+            dsr: self.node_port_mode == NodePortMode::Dsr,
+            external_ips: self.external_ips,
+        }
+    }
 }
 
 /// The socket that `weir-cni` calls and the configuration file written for the runtime.
@@ -174,38 +247,20 @@ impl TryFrom<u32> for MaxFlows {
     }
 }
 
-/// How Services are served.
-#[derive(Clone, Debug, Deserialize)]
-#[serde(deny_unknown_fields, default)]
-pub struct Dataplane {
-    /// Translate at the socket what processes of this node and its pods send to Services, so that their packets need no
-    /// translation. Where it is not possible the agent logs why, and every packet is translated instead.
-    pub socket_translation: bool,
-    /// The cgroup v2 folder with this node's processes and pods. Default: the root of the hierarchy, for an agent in the
-    /// machine's own network namespace.
-    pub cgroup: Option<PathBuf>,
-}
-
-impl Default for Dataplane {
-    fn default() -> Self {
-        Self {
-            socket_translation: true,
-            cgroup: None,
-        }
-    }
-}
-
 /// HTTP endpoint with /metrics, /livez and /readyz.
 #[derive(Clone, Debug, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct Observe {
     pub listen: SocketAddr,
+    /// Port of all addresses with /healthz and /livez for balancers, as kube-proxy has them; zero for none.
+    pub health_port: u16,
 }
 
 impl Default for Observe {
     fn default() -> Self {
         Self {
             listen: SocketAddr::from(([127, 0, 0, 1], 9965)),
+            health_port: 10256,
         }
     }
 }
@@ -284,5 +339,35 @@ impl Config {
             .socket
             .clone()
             .unwrap_or_else(|| self.run_dir.join("cni.sock"))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const LEAST: &str = "node_name = \"n1\"\nnode_ips = [\"192.0.2.11\"]\nuplinks = [\"eth0\"]\n[feed]\nservers = []\nca = \"a\"\ncert = \"b\"\nkey = \"c\"\n";
+
+    #[test]
+    fn the_dataplane_has_defaults_and_its_keys_are_checked() {
+        let parse = |section: &str| toml::from_str::<Config>(&format!("{LEAST}{section}"));
+        let plain = parse("").unwrap().dataplane;
+        assert!(plain.masquerade && plain.node_port_mode == NodePortMode::Snat);
+        let set = parse(
+            "[dataplane]\nnode_port_addresses = [\"198.51.100.0/24\"]\nnode_port_mode = \"dsr\"\nxdp = false\n\
+             algorithm = \"maglev\"\nmasquerade_except = [\"203.0.113.0/24\"]\nexternal_ips = true\n",
+        )
+        .unwrap()
+        .dataplane;
+        let options = set.service_options();
+        assert!(options.maglev && options.dsr && options.external_ips == Some(true));
+        assert_eq!(set.masquerade_except.len(), 1);
+        for bad in [
+            "algorithm = \"best\"",
+            "node_port_addresses = [\"here\"]",
+            "nodeport_mode = \"snat\"",
+        ] {
+            assert!(parse(&format!("[dataplane]\n{bad}\n")).is_err(), "{bad}");
+        }
     }
 }

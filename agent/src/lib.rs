@@ -10,6 +10,7 @@ pub mod config;
 pub mod dns;
 pub mod feed;
 pub mod fragments;
+pub mod health_check;
 pub mod kernel;
 pub mod netlink;
 pub mod observe;

@@ -115,7 +115,8 @@ fn add(environment: &Environment, config: &Config) -> Result<Value, Error> {
         ));
     }
     let netns = open_netns(&environment.netns)?;
-    let request = request(Command::Add, environment, config)?;
+    let mut request = request(Command::Add, environment, config)?;
+    request["portMappings"] = Value::from(config.port_mappings.clone());
     let reply = ask(config, &request, Some(&netns))?;
     render::added(config, &reply)
 }

@@ -36,6 +36,15 @@ struct Raw {
     /// The key that early drafts of GC used; libcni writes both.
     #[serde(rename = "cni.dev/attachments", default)]
     attachments: Option<Vec<Attachment>>,
+    #[serde(rename = "runtimeConfig", default)]
+    runtime_config: Option<RuntimeConfig>,
+}
+
+/// Values of capabilities that the configuration declares (CNI conventions, «Dynamic plugin specific fields»).
+#[derive(Debug, Default, Deserialize)]
+struct RuntimeConfig {
+    #[serde(rename = "portMappings", default)]
+    port_mappings: Option<Vec<Value>>,
 }
 
 /// One container interface that still exists, in the input of GC.
@@ -57,6 +66,8 @@ pub(crate) struct Config {
     pub(crate) dns: Option<Value>,
     /// `None` when the runtime sent no list, which GC must not take for an empty one.
     pub(crate) valid_attachments: Option<Vec<Attachment>>,
+    /// Ports of the node that lead to the pod, as the runtime wrote them: the agent reads them.
+    pub(crate) port_mappings: Vec<Value>,
 }
 
 /// An error with the version to answer in: the one asked for where it could be read.
@@ -112,6 +123,10 @@ impl Config {
             prev_result: raw.prev_result.filter(|v| !v.is_null()),
             dns: raw.dns.filter(|v| !v.is_null()),
             valid_attachments: raw.valid_attachments.or(raw.attachments),
+            port_mappings: raw
+                .runtime_config
+                .and_then(|c| c.port_mappings)
+                .unwrap_or_default(),
         })
     }
 }

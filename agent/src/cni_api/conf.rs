@@ -31,7 +31,11 @@ pub fn write(conf_dir: &Path, socket: &Path, state_dir: &Path) -> Result<(), Con
         "cniVersion": "1.0.0",
         "cniVersions": ["0.3.1", "0.4.0", "1.0.0", "1.1.0"],
         "name": "weir",
-        "plugins": [{ "type": PLUGIN_NAME, "socket": socket, "stateDir": state_dir }],
+        "plugins": [{
+            "type": PLUGIN_NAME, "socket": socket, "stateDir": state_dir,
+            // Host ports: the runtime hands them over, the agent serves them.
+            "capabilities": { "portMappings": true },
+        }],
     });
     let path = conf_dir.join(CONF_NAME);
     let mut text = format!("{list:#}");

@@ -305,6 +305,7 @@ mod tests {
                                 netns_cookie: None,
                                 sequence,
                                 pod: super::super::record::PodName::default(),
+                                port_mappings: Vec::new(),
                             };
                             disk.insert(key, record);
                         }

@@ -8,6 +8,7 @@
 
 mod attach;
 pub mod conf;
+mod host_ports;
 mod ipam;
 mod reconcile;
 mod record;
@@ -17,6 +18,7 @@ mod stats;
 mod store;
 mod wire;
 
+pub use host_ports::PortMapping;
 pub use record::{Key, Record};
 pub use server::{Server, ServerError};
 pub use service::{Attachments, PodCidrs, Settings};

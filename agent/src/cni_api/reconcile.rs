@@ -31,6 +31,7 @@ impl Attachments {
         let attachments = Self::new(store, programs, settings, pod_cidrs);
         attachments.adopt(loaded)?;
         attachments.replay_deletes()?;
+        attachments.publish_host_ports()?;
         Ok(attachments)
     }
 

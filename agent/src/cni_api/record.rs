@@ -6,6 +6,7 @@ use std::net::IpAddr;
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
+use super::host_ports::PortMapping;
 use crate::netlink::link::Mac;
 
 /// Hex digits of the hash in a host link's name: `weir` and these fill the 15 bytes of an interface name.
@@ -93,6 +94,9 @@ pub struct Record {
     pub sequence: u64,
     #[serde(default)]
     pub pod: PodName,
+    /// Ports of the node that lead here.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub port_mappings: Vec<PortMapping>,
 }
 
 /// Which pod it is, where the runtime told.

@@ -11,6 +11,7 @@ use ipnetwork::IpNetwork;
 use serde_json::{Value, json};
 
 use super::attach::Wiring;
+use super::host_ports;
 use super::ipam::Ipam;
 use super::record::{Key, PodName, Record};
 use super::store::{Store, StoreError};
@@ -53,6 +54,7 @@ pub struct Attachments {
     pub(super) wiring: Wiring,
     pod_cidrs: PodCidrs,
     started: Instant,
+    host_ports_turn: Mutex<()>,
 }
 
 impl std::fmt::Debug for Attachments {
@@ -100,6 +102,7 @@ impl Attachments {
             },
             pod_cidrs,
             started: Instant::now(),
+            host_ports_turn: Mutex::default(),
         }
     }
 
@@ -196,6 +199,13 @@ impl Attachments {
                 return Err(e);
             }
         }
+        if !record.port_mappings.is_empty()
+            && let Err(e) = self.publish_host_ports()
+        {
+            self.wiring.tear_down(&key, 0, &record.addresses)?;
+            self.forget(&record)?;
+            return Err(e);
+        }
         tracing::info!(
             container = %key.container_id, interface = %key.if_name, addresses = ?record.addresses,
             pod = %format!("{}/{}", record.pod.namespace, record.pod.name), "pod connected"
@@ -211,6 +221,7 @@ impl Attachments {
         cidrs: &[IpNetwork],
         netns: &File,
     ) -> Result<Record, CniError> {
+        let port_mappings = host_ports::check(&request.port_mappings)?;
         let allocate = || self.lock().ipam.allocate(cidrs, key, self.now());
         let (addresses, sequence) = match allocate() {
             Ok(found) => found,
@@ -232,6 +243,7 @@ impl Attachments {
                 name: request.arg("K8S_POD_NAME"),
                 uid: request.arg("K8S_POD_UID"),
             },
+            port_mappings,
         };
         if let Err(e) = self.store.put(&record) {
             self.lock().ipam.release(key, &record.addresses, self.now());
@@ -361,7 +373,31 @@ impl Attachments {
         state
             .ipam
             .release(&record.key, &record.addresses, self.now());
+        drop(state);
+        if !record.port_mappings.is_empty()
+            && let Err(e) = self.publish_host_ports()
+        {
+            // The pod is gone all the same; the next change of host ports takes these away.
+            tracing::error!(key = %record.key, error = %e, details = %e.details, "host ports of a pod that went are still there");
+        }
         Ok(())
+    }
+
+    /// Hands the host ports of all attachments to the dataplane. One at a time, so that the last list wins.
+    pub(super) fn publish_host_ports(&self) -> Result<(), CniError> {
+        let _turn = self
+            .host_ports_turn
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner);
+        let list = {
+            let state = self.lock();
+            let records = state.records.values();
+            records.flat_map(host_ports::of_record).collect()
+        };
+        self.wiring.programs.set_host_ports(list).map_err(|e| {
+            let source = std::error::Error::source(&e).map(ToString::to_string);
+            CniError::new(Code::Setup, e.to_string()).with_details(source.unwrap_or_default())
+        })
     }
 
     /// A second ADD is refused while the first one's link lives.

@@ -200,6 +200,7 @@ mod tests {
             netns_cookie: None,
             sequence: n,
             pod: PodName::default(),
+            port_mappings: Vec::new(),
         }
     }
 

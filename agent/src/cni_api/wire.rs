@@ -11,6 +11,7 @@ use nix::sys::socket::{ControlMessageOwned, MsgFlags, recvmsg};
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
 
+use super::host_ports::PortMapping;
 use super::record::Key;
 use super::{CniError, Code};
 
@@ -50,6 +51,9 @@ pub(super) struct Request {
     /// CHECK: addresses with prefix length that the runtime remembers.
     #[serde(default)]
     pub(super) addresses: Vec<String>,
+    /// ADD: ports of the node that lead to the pod.
+    #[serde(default)]
+    pub(super) port_mappings: Vec<PortMapping>,
     /// GC: what must stay.
     #[serde(default)]
     pub(super) valid_attachments: Vec<Key>,

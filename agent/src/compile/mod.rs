@@ -1,5 +1,6 @@
 //! Desired state to wanted map entries, routes and DNS zone. Pure.
 
+pub mod node_addresses;
 pub mod peers;
 pub mod routes;
 pub mod services;

@@ -23,7 +23,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use control_api::desired::{Changes, DesiredState};
 use dataplane_common::reason::{DropReason, Event, SocketEvent};
 
-pub use crate::compile::services::NodeIdentity;
+pub use crate::compile::services::{HostPort, NodeIdentity, ServiceOptions};
 use crate::compile::surroundings::Surroundings;
 pub use cgroup::namespace_cookie;
 pub use limits::Limits;
@@ -90,6 +90,14 @@ pub trait PodPrograms: Send + Sync {
     /// [`AttachError`] when the kernel refuses a removal.
     fn detach_pod(&self, ifindex: u32, addresses: &[IpAddr]) -> Result<(), AttachError>;
 
+    /// Makes the host ports of this node equal to the list. Safe to repeat. One that is taken is logged, and left out.
+    ///
+    /// # Errors
+    /// [`AttachError`] when the maps cannot be changed.
+    fn set_host_ports(&self, _host_ports: Vec<HostPort>) -> Result<(), AttachError> {
+        Ok(())
+    }
+
     /// True when programs are attached to this link and its addresses are in the endpoint tables (CNI CHECK).
     fn is_attached(&self, link: &PodLink) -> bool;
 }
@@ -142,8 +150,10 @@ pub struct ApplyReport {
     pub revision: u64,
     /// Operations done on the maps.
     pub changed: usize,
-    /// Service ports that could not be programmed, and why. The others are in place.
+    /// Everything that is asked for and not programmed, and why. The rest is in place.
     pub failed: Vec<(String, String)>,
+    /// Something of it did not fit: it may do so later.
+    pub retry: bool,
 }
 
 /// A counter summed over the CPUs.
@@ -230,7 +240,7 @@ impl Kernel {
         let (drops, events) = (counter("drops")?, counter("events")?);
         let socket_events = counter("socket_events")?;
         programs.set_node_addresses(&node.addresses)?;
-        let services = Services::open(maps, node)?;
+        let services = Services::open(maps, node, ServiceOptions::default())?;
         let collector = Collector::open(maps)?;
         let parking = Parking::open(maps)?;
         Ok(Self {
@@ -453,6 +463,15 @@ impl PodPrograms for Kernel {
 
     fn detach_pod(&self, ifindex: u32, addresses: &[IpAddr]) -> Result<(), AttachError> {
         lock(&self.programs).detach_pod(ifindex, addresses)
+    }
+
+    fn set_host_ports(&self, host_ports: Vec<HostPort>) -> Result<(), AttachError> {
+        let changed = lock(&self.services).set_host_ports(host_ports);
+        changed.map(drop).map_err(|source| AttachError {
+            step: "enter host ports",
+            link: "all".into(),
+            source: source.into(),
+        })
     }
 
     fn is_attached(&self, link: &PodLink) -> bool {

@@ -1,11 +1,11 @@
 //! Carries plans out on the service maps, and reads from them what is present.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::io;
 use std::net::IpAddr;
 use std::path::Path;
 
-use control_api::desired::{Changes, DesiredState, Name};
+use control_api::desired::{Changes, DesiredState};
 use dataplane_common::layout::{
     BACKEND_LOCAL, Backend, Frontend as FrontendValue, FrontendKey, SlotKey, backend_state,
 };
@@ -13,12 +13,16 @@ use dataplane_common::{Port, V4, V6};
 
 use super::table::{Plain, Table};
 use super::{ApplyReport, KernelError};
+use crate::compile::node_addresses::{self, NodeAddresses};
 use crate::compile::services::{
-    Frontend, NodeIdentity, SliceIndex, WantedService, compile_service,
+    Catalog, Family, Frontend, FrontendOptions, HostPort, NodeIdentity, Scope, ServiceOptions,
+    Wanted,
 };
 use crate::plan::services::{
-    BackendUse, Family, Operation, Planner, Present, PresentBackend, PresentService, Room,
+    BackendUse, FrontendEntry, Operation, Planner, Present, PresentBackend, Room,
 };
+
+const MAGLEV_SIZE: u32 = 4_093;
 
 /// The service maps of one family.
 #[derive(Debug)]
@@ -66,15 +70,26 @@ impl Wire for V6 {
 pub(super) struct Services {
     v4: FamilyTables<V4>,
     v6: FamilyTables<V6>,
-    node: NodeIdentity,
+    catalog: Catalog,
     /// None until the maps were read, and after a plan broke off.
     planner: Option<Planner>,
-    /// Service ports by the service that owns them, since the first whole state.
-    owned: Option<BTreeMap<Name, BTreeSet<Frontend>>>,
+    /// Services that did not fit, since they were last planned.
+    refused: BTreeMap<String, String>,
 }
 
 impl Services {
-    pub(super) fn open(maps: &Path, node: NodeIdentity) -> Result<Self, KernelError> {
+    pub(super) fn open(
+        maps: &Path,
+        node: NodeIdentity,
+        options: ServiceOptions,
+    ) -> Result<Self, KernelError> {
+        let addresses = NodeAddresses::new(&node_addresses::Input {
+            node_name: &node.name,
+            configured: &node.addresses,
+            present: &[],
+            nodes: &BTreeMap::new(),
+            node_port_addresses: &[],
+        });
         Ok(Self {
             v4: FamilyTables::open(
                 maps,
@@ -84,9 +99,9 @@ impl Services {
                 maps,
                 ["frontends_v6", "slots_v6", "backends_v6", "states_v6"],
             )?,
-            node,
+            catalog: Catalog::new(node, options, addresses),
             planner: None,
-            owned: None,
+            refused: BTreeMap::new(),
         })
     }
 
@@ -95,96 +110,49 @@ impl Services {
         desired: &DesiredState,
         changes: &Changes,
     ) -> Result<ApplyReport, KernelError> {
-        let everything = changes.everything || changes.config || self.owned.is_none();
-        if everything && !changes.everything && self.owned.is_none() {
-            // A part of the state does not say what should not be there.
-            return Ok(ApplyReport {
-                revision: desired.revision,
-                ..ApplyReport::default()
-            });
+        let wanted = self.catalog.compile(desired, changes);
+        let changed = self.carry_out_wanted(&wanted)?;
+        Ok(ApplyReport {
+            revision: desired.revision,
+            changed,
+            failed: self.failed(),
+            retry: !self.refused.is_empty(),
+        })
+    }
+
+    /// Makes the host ports of this node equal to the list.
+    pub(super) fn set_host_ports(&mut self, list: Vec<HostPort>) -> Result<usize, KernelError> {
+        let wanted = self.catalog.set_host_ports(list);
+        self.carry_out_wanted(&wanted)
+    }
+
+    /// Everything that is asked for and not in the maps, and why.
+    fn failed(&self) -> Vec<(String, String)> {
+        let asked = self.catalog.refusals();
+        let refusals = asked.map(|r| (format!("{}: {}", r.owner, r.what), r.why.clone()));
+        let full = self.refused.iter().map(|(w, why)| (w.clone(), why.clone()));
+        refusals.chain(full).collect()
+    }
+
+    fn carry_out_wanted(&mut self, wanted: &Wanted) -> Result<usize, KernelError> {
+        if *wanted == Wanted::default() {
+            return Ok(0);
         }
         let mut planner = match self.planner.take() {
             Some(planner) => planner,
             None => self.read_planner()?,
         };
-        let mut report = ApplyReport {
-            revision: desired.revision,
-            ..ApplyReport::default()
-        };
-        let strays = if everything {
-            planner.take_strays()
-        } else {
-            Vec::new()
-        };
-        let owned = self.owned.take().unwrap_or_default();
-        let (wanted, owned) = if everything {
-            self.want_everything(desired, &planner)
-        } else {
-            self.want_changed(desired, changes, owned)
-        };
-        let plan = planner.plan(&wanted);
-        report.failed.extend(
-            plan.refused
-                .iter()
-                .map(|(f, why)| (f.to_string(), why.clone())),
-        );
-        self.owned = Some(owned);
-        for operation in strays.iter().chain(&plan.operations) {
+        let plan = planner.plan(wanted);
+        if wanted.everything {
+            self.refused.clear();
+        }
+        self.refused.extend(plan.refused);
+        for operation in &plan.operations {
             // The planner is dropped on the way out: the next apply starts from the maps.
             self.carry_out(operation)?;
         }
-        report.changed = strays.len() + plan.operations.len();
         self.planner = Some(planner);
-        Ok(report)
-    }
-
-    /// The union of what is wanted and what is present.
-    fn want_everything(
-        &self,
-        desired: &DesiredState,
-        planner: &Planner,
-    ) -> (
-        BTreeMap<Frontend, Option<WantedService>>,
-        BTreeMap<Name, BTreeSet<Frontend>>,
-    ) {
-        let mut wanted: BTreeMap<_, _> = planner.frontends().map(|f| (*f, None)).collect();
-        let mut owned: BTreeMap<_, BTreeSet<_>> = BTreeMap::new();
-        let slices = SliceIndex::new(desired);
-        for name in desired.services.keys() {
-            for (frontend, service) in compile_service(desired, &slices, &self.node, name) {
-                wanted.insert(frontend, Some(service));
-                owned.entry(name.clone()).or_default().insert(frontend);
-            }
-        }
-        (wanted, owned)
-    }
-
-    fn want_changed(
-        &self,
-        desired: &DesiredState,
-        changes: &Changes,
-        mut owned: BTreeMap<Name, BTreeSet<Frontend>>,
-    ) -> (
-        BTreeMap<Frontend, Option<WantedService>>,
-        BTreeMap<Name, BTreeSet<Frontend>>,
-    ) {
-        let mut wanted: BTreeMap<_, Option<_>> = BTreeMap::new();
-        let slices = SliceIndex::of_services(desired, &changes.services);
-        for name in &changes.services {
-            for frontend in owned.remove(name).unwrap_or_default() {
-                wanted.entry(frontend).or_insert(None);
-            }
-            let compiled = compile_service(desired, &slices, &self.node, name);
-            if !compiled.is_empty() {
-                owned.insert(name.clone(), compiled.keys().copied().collect());
-            }
-            wanted.extend(
-                compiled
-                    .into_iter()
-                    .map(|(frontend, service)| (frontend, Some(service))),
-            );
-        }
-        (wanted, owned)
+        Ok(plan.operations.len())
     }
 
     fn read_planner(&self) -> Result<Planner, KernelError> {
@@ -198,22 +166,14 @@ impl Services {
                 .max_entries
                 .min(self.v6.frontends.max_entries) as usize,
             backends: self.v4.states.max_entries.min(self.v6.states.max_entries),
+            sources: 0,
+            blocks: 0,
         };
-        Ok(Planner::new(present, room))
+        Ok(Planner::new(present, room, MAGLEV_SIZE))
     }
 
     fn carry_out(&self, operation: &Operation) -> Result<(), KernelError> {
-        let family = match operation {
-            Operation::PutFrontend { frontend, .. } | Operation::RemoveFrontend { frontend } => {
-                Family::of(frontend.address)
-            }
-            Operation::PutBackend { family, .. }
-            | Operation::SetUse { family, .. }
-            | Operation::PutSlot { family, .. }
-            | Operation::RemoveSlot { family, .. }
-            | Operation::EndBackend { family, .. } => *family,
-        };
-        match family {
+        match operation.family() {
             Family::V4 => self.v4.carry_out(operation),
             Family::V6 => self.v6.carry_out(operation),
         }
@@ -272,6 +232,7 @@ where
             Operation::PutFrontend { .. } | Operation::RemoveFrontend { .. } => {
                 (self.frontends.name, self.change_frontend(operation))
             }
+            _ => return Ok(()),
         };
         result.map_err(|source| KernelError::Map {
             attempted: "change",
@@ -314,24 +275,11 @@ where
 
     fn change_frontend(&self, operation: &Operation) -> io::Result<()> {
         match operation {
-            Operation::PutFrontend {
-                frontend,
-                service_id,
-                backends,
-                local_backends,
-                affinity_s,
-            } => {
+            Operation::PutFrontend { frontend, entry } => {
                 let Some(key) = frontend_key(frontend) else {
                     return Ok(());
                 };
-                let value = FrontendValue {
-                    service_id: *service_id,
-                    backends: *backends,
-                    local_backends: *local_backends,
-                    affinity_s: *affinity_s,
-                    ..FrontendValue::default()
-                };
-                self.frontends.put(&key, &value)
+                self.frontends.put(&key, &frontend_value(entry))
             }
             Operation::RemoveFrontend { frontend } => {
                 let Some(key) = frontend_key(frontend) else {
@@ -366,35 +314,45 @@ where
             };
             present.backends.insert((family, id), backend);
         }
-        let mut slots: BTreeMap<(u32, u32), u32> = entries(&self.slots)?
-            .into_iter()
-            .map(|(key, id)| ((key.service_id, key.index), id))
-            .collect();
+        for (key, id) in entries(&self.slots)? {
+            present
+                .slots
+                .insert((family, key.service_id, key.index), id);
+        }
         for (key, value) in entries(&self.frontends)? {
-            let id = value.service_id;
-            // A missing slot reads as backend zero, which no service has: the planner writes the port anew.
-            let slots = (0..value.backends)
-                .map(|index| slots.remove(&(id, index)).unwrap_or(0))
-                .collect();
             let frontend = Frontend {
                 address: key.address.to_address(),
                 port: key.port.number(),
                 protocol: key.protocol,
+                scope: if key.scope == 0 {
+                    Scope::All
+                } else {
+                    Scope::External
+                },
             };
-            let service = PresentService {
-                service_id: id,
-                slots,
-                local_backends: value.local_backends,
-                affinity_s: value.affinity_s,
-            };
-            present.services.insert(frontend, service);
+            present.frontends.insert(frontend, frontend_entry(&value));
         }
-        present.stray_slots.extend(
-            slots
-                .into_keys()
-                .map(|(service, index)| (family, service, index)),
-        );
         Ok(())
+    }
+}
+
+fn frontend_value(entry: &FrontendEntry) -> FrontendValue {
+    FrontendValue {
+        service_id: entry.service_id,
+        backends: entry.backends,
+        local_backends: entry.local_backends,
+        affinity_s: entry.affinity_s,
+        ..FrontendValue::default()
+    }
+}
+
+fn frontend_entry(value: &FrontendValue) -> FrontendEntry {
+    FrontendEntry {
+        service_id: value.service_id,
+        backends: value.backends,
+        local_backends: value.local_backends,
+        affinity_s: value.affinity_s,
+        options: FrontendOptions::default(),
     }
 }
 
@@ -403,7 +361,10 @@ fn frontend_key<A: Wire>(frontend: &Frontend) -> Option<FrontendKey<A>> {
         address: A::from_address(frontend.address)?,
         port: Port::new(frontend.port),
         protocol: frontend.protocol,
-        scope: 0,
+        scope: match frontend.scope {
+            Scope::All => 0,
+            Scope::External => 1,
+        },
     })
 }
 

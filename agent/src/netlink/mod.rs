@@ -9,6 +9,7 @@ pub mod link;
 pub mod neighbour;
 pub mod netns;
 pub mod overlay;
+pub mod reserved_ports;
 pub mod route;
 mod socket;
 pub mod sync;

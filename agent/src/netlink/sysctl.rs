@@ -18,7 +18,8 @@ pub fn set(key: &str, value: &str) -> Result<(), NetlinkError> {
     if std::fs::read_to_string(&path).is_ok_and(|now| now.trim() == value) {
         return Ok(());
     }
-    std::fs::write(&path, value)
+    // With a line end: an empty value would otherwise be no write at all.
+    std::fs::write(&path, format!("{value}\n"))
         .map_err(|e| NetlinkError::new(format!("set sysctl {key} to {value}"), e))
 }
 

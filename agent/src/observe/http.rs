@@ -109,10 +109,21 @@ fn spawn(
     door: Door,
     permit: OwnedSemaphorePermit,
 ) {
+    connection(stream, permit, move |request| {
+        respond(&observe, request.method(), request.uri().path(), door)
+    });
+}
+
+/// Answers the requests of one connection until it ends; the permit is given back then.
+pub(crate) fn connection(
+    stream: impl AsyncRead + AsyncWrite + Unpin + Send + 'static,
+    permit: OwnedSemaphorePermit,
+    answer: impl Fn(&Request<Incoming>) -> Response<Full<Bytes>> + Send + Sync + 'static,
+) {
     tokio::spawn(async move {
         let _permit = permit;
         let service = service_fn(move |request: Request<Incoming>| {
-            let response = respond(&observe, request.method(), request.uri().path(), door);
+            let response = answer(&request);
             async move { Ok::<_, Infallible>(response) }
         });
         // A client that breaks off is no concern of the agent.

@@ -4,7 +4,7 @@
 
 mod collect;
 mod health;
-mod http;
+pub(crate) mod http;
 mod report;
 #[cfg(test)]
 mod tests;

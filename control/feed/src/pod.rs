@@ -8,7 +8,9 @@ use control_api::v1::{
 use serde_json::Value;
 
 use crate::quantity;
-use crate::translate::{flag, items, name, namespace, protocol, text, text_map, texts, unsigned};
+use crate::translate::{
+    flag, items, micros, name, namespace, protocol, text, text_map, texts, unsigned,
+};
 use crate::volume;
 
 /// core/v1: terminationGracePeriodSeconds when unset.
@@ -63,13 +65,6 @@ pub(crate) fn pod_spec(object: &Value) -> PodSpec {
         enable_service_links: spec["enableServiceLinks"].as_bool().unwrap_or(true),
         created_at_us: micros(&meta["creationTimestamp"]),
     }
-}
-
-fn micros(timestamp: &Value) -> i64 {
-    timestamp
-        .as_str()
-        .and_then(|t| t.parse::<jiff::Timestamp>().ok())
-        .map_or(0, jiff::Timestamp::as_microsecond)
 }
 
 fn restart_policy(value: &Value) -> RestartPolicy {

@@ -16,6 +16,9 @@ use serde_json::Value;
 /// ClientIP affinity when sessionAffinityConfig is unset (three hours, as in core/v1).
 const DEFAULT_AFFINITY_S: u32 = 10_800;
 
+/// Set by cluster autoscalers on a node that they are about to remove (KEP-3836).
+const LEAVING_TAINT: &str = "ToBeDeletedByClusterAutoscaler";
+
 pub(crate) fn text(value: &Value) -> String {
     value.as_str().unwrap_or_default().to_owned()
 }
@@ -36,6 +39,14 @@ pub(crate) fn text_map(value: &Value) -> BTreeMap<String, String> {
     entries
         .filter_map(|(key, v)| Some((key.clone(), v.as_str()?.to_owned())))
         .collect()
+}
+
+/// Microseconds since the epoch; zero when it is no time.
+pub(crate) fn micros(timestamp: &Value) -> i64 {
+    timestamp
+        .as_str()
+        .and_then(|t| t.parse::<jiff::Timestamp>().ok())
+        .map_or(0, jiff::Timestamp::as_microsecond)
 }
 
 pub(crate) fn flag(value: &Value) -> bool {
@@ -130,6 +141,7 @@ pub(crate) fn service(object: &Value) -> Service {
         health_check_node_port: unsigned(&spec["healthCheckNodePort"]),
         publish_not_ready_addresses: flag(&spec["publishNotReadyAddresses"]),
         traffic_distribution: text(&spec["trafficDistribution"]),
+        created_at_us: micros(&object["metadata"]["creationTimestamp"]),
     }
 }
 
@@ -226,6 +238,8 @@ pub(crate) fn node(object: &Value) -> Node {
         zone: text(&object["metadata"]["labels"]["topology.kubernetes.io/zone"]),
         ready: items(&status["conditions"])
             .any(|condition| condition["type"] == "Ready" && condition["status"] == "True"),
+        leaving: object["metadata"]["deletionTimestamp"].is_string()
+            || items(&object["spec"]["taints"]).any(|taint| taint["key"] == LEAVING_TAINT),
     }
 }
 

@@ -237,6 +237,7 @@ fn cluster_config(network: &Network) -> ClusterConfig {
         node_port_first: network.node_port_first.into(),
         node_port_last: network.node_port_last.into(),
         namespaces: Vec::new(),
+        external_ips: network.allow_external_ips,
     }
 }
 
