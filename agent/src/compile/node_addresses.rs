@@ -49,8 +49,9 @@ impl NodeAddresses {
                 present.extend(configured.filter(|a| Family::of(*a) == family));
             }
         }
-        let told = input.nodes.get(input.node_name).into_iter();
+        let told = input.nodes.get(input.node_name);
         let preferred: Vec<IpAddr> = told
+            .into_iter()
             .flat_map(|node| parsed(&node.internal_ips))
             .chain(input.configured.iter().copied())
             .collect();
@@ -61,17 +62,25 @@ impl NodeAddresses {
                 .or_else(|| of_family().next())
                 .map(|address| (family, *address))
         };
+        let primary = Family::ALL.into_iter().filter_map(primary).collect();
+        let of_node = |node: &Node| -> Vec<IpAddr> {
+            let internal = parsed(&node.internal_ips);
+            internal.chain(parsed(&node.external_ips)).collect()
+        };
+        // An external address may be a router's that leads here: it means this node all the same.
+        let own = told.into_iter().flat_map(of_node).filter(usable);
+        present.extend(own);
         let peers = input
             .nodes
             .values()
             .filter(|node| node.name != input.node_name)
-            .flat_map(|node| parsed(&node.internal_ips).chain(parsed(&node.external_ips)))
+            .flat_map(of_node)
             .filter(|address| usable(address) && !present.contains(address))
             .map(|address| (address, serves(&address)))
             .collect();
         let pod_cidrs = input.nodes.values().flat_map(|node| &node.pod_cidrs);
         Self {
-            primary: Family::ALL.into_iter().filter_map(primary).collect(),
+            primary,
             own: present.iter().map(|a| (*a, serves(a))).collect(),
             peers,
             pod_cidrs: pod_cidrs.filter_map(|text| text.parse().ok()).collect(),
@@ -190,6 +199,7 @@ mod tests {
             [(ip("192.0.2.12"), true), (ip("203.0.113.2"), false)],
             "nobody takes over an address of this node"
         );
+        assert!(addresses.is_own(ip("203.0.113.1")));
         assert!(addresses.is_pod(ip("10.244.1.9")));
     }
 }

@@ -64,6 +64,9 @@ pub struct Input<'a> {
     pub node_ips: &'a [IpAddr],
     pub nodes: &'a BTreeMap<String, Node>,
     pub service_cidrs: &'a [String],
+    /// Addresses of services, within those ranges and outside (balancers): what the node's own processes send there
+    /// must find a program, whatever other routes there are.
+    pub service_addresses: &'a [IpAddr],
     /// Interface index of the host link.
     pub host_link: u32,
     /// Interface index of the overlay's device, where there is one.
@@ -128,7 +131,13 @@ pub fn routes(input: &Input<'_>) -> Compiled {
             routes.insert(cidr, Path::Unreachable);
         }
     }
-    for cidr in parse("service range", input.service_cidrs, problems) {
+    let service_cidrs = parse("service range", input.service_cidrs, problems);
+    for address in input.service_addresses {
+        if !service_cidrs.iter().any(|cidr| cidr.contains(*address)) {
+            routes.insert(IpNetwork::from(*address), over_host_link(input, *address));
+        }
+    }
+    for cidr in service_cidrs {
         routes.insert(cidr, over_host_link(input, cidr.ip()));
     }
     for pod in input.pods {

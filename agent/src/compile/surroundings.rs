@@ -12,9 +12,13 @@ use dataplane_common::layout::{
 };
 use ipnetwork::IpNetwork;
 
+use super::node_addresses::{Input, NodeAddresses};
+
 /// What the operator chose for this node.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Choices {
+    /// The node's addresses by its configuration, the primary ones first.
+    pub configured: Vec<IpAddr>,
     /// Pods get the node's address on their way out of the cluster.
     pub masquerade: bool,
     /// Ranges outside the cluster that see pods as they are.
@@ -26,6 +30,7 @@ pub struct Choices {
 impl Default for Choices {
     fn default() -> Self {
         Self {
+            configured: Vec::new(),
             masquerade: true,
             masquerade_except: Vec::new(),
             node_port_addresses: Vec::new(),
@@ -39,6 +44,8 @@ pub struct Surroundings {
     /// Addresses of nodes with their `ENDPOINT_` flags.
     pub addresses: BTreeMap<IpAddr, u32>,
     pub ranges: BTreeMap<IpNetwork, Range>,
+    /// Whose they are.
+    pub nodes: NodeAddresses,
     /// First and last NodePort; zero and zero for none.
     pub node_ports: (u16, u16),
     pub masquerade: bool,
@@ -69,35 +76,22 @@ pub fn surroundings(
         ),
         ..Surroundings::default()
     };
-    let serves = |address: &IpAddr| {
-        let ranges = &choices.node_port_addresses;
-        !address.is_loopback()
-            && (ranges.is_empty() || ranges.iter().any(|range| range.contains(*address)))
-    };
-    let mut enter = |address: IpAddr, kind: u32| {
-        let node_ports = if serves(&address) {
-            ENDPOINT_NODE_PORTS
-        } else {
-            0
-        };
-        wanted.addresses.entry(address).or_insert(kind | node_ports);
-    };
-    for address in own {
-        enter(*address, ENDPOINT_NODE);
-    }
-    for node in desired.nodes.values() {
-        let kind = if node.name == node_name {
-            ENDPOINT_NODE
-        } else {
-            ENDPOINT_PEER
-        };
-        for address in node.internal_ips.iter().chain(&node.external_ips) {
-            // An external address of a node may be its router's: it is the node's own where an interface has it.
-            if let Ok(address) = address.parse() {
-                enter(address, kind);
-            }
-        }
-    }
+    wanted.nodes = NodeAddresses::new(&Input {
+        node_name,
+        configured: &choices.configured,
+        present: own,
+        nodes: &desired.nodes,
+        node_port_addresses: &choices.node_port_addresses,
+    });
+    let kinds = wanted.nodes.own().map(|own| (own, ENDPOINT_NODE));
+    let peers = wanted.nodes.peers().map(|peer| (peer, ENDPOINT_PEER));
+    wanted.addresses = kinds
+        .chain(peers)
+        .map(|((address, serves), kind)| {
+            let node_ports = if serves { ENDPOINT_NODE_PORTS } else { 0 };
+            (address, kind | node_ports)
+        })
+        .collect();
     let mut add = |texts: &[String], flags: u32| {
         for network in texts.iter().filter_map(|text| network(text)) {
             wanted.ranges.entry(network).or_default().flags |= flags;

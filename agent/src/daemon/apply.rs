@@ -10,10 +10,12 @@ use control_api::desired::{Changes, DesiredState};
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 use weir_agent::cni_api::Attachments;
+use weir_agent::compile::node_addresses::NodeAddresses;
 use weir_agent::compile::peers::{self, Tunnels};
 use weir_agent::compile::routes::{self, Compiled, Input, Problem};
 use weir_agent::config::Config;
 use weir_agent::feed::{FeedHandle, Origin, Update};
+use weir_agent::health_check::{self, HealthServer, Listen, NodeHealth};
 use weir_agent::kernel::Kernel;
 use weir_agent::netlink::link::Link;
 use weir_agent::netlink::{Netlink, NetlinkError, sync};
@@ -21,6 +23,7 @@ use weir_agent::observe::Observe;
 
 use super::Readiness;
 use super::base::Base;
+use super::refusals;
 
 /// Changes of links and routes come in bursts; routes are compared once they are over.
 const NETWORK_DEBOUNCE: Duration = Duration::from_millis(100);
@@ -41,6 +44,8 @@ pub(super) struct Applier {
     pub(super) base: Arc<Base>,
     pub(super) readiness: watch::Sender<Readiness>,
     pub(super) observe: Observe,
+    pub(super) health: HealthServer,
+    pub(super) node_health: NodeHealth,
 }
 
 /// What is known between two passes.
@@ -105,15 +110,19 @@ impl Applier {
         }
     }
 
-    /// Services first: a route may lead to an address that only they make sense of.
+    /// Addresses, then services: some of them depend on who has which address. Routes last: one may lead to an address
+    /// that only services make sense of.
     async fn pass(&self, progress: &mut Progress) {
-        let mut failures = self.apply_services(progress).await;
-        let fatal = failures.is_err();
-        let route_errors = if progress.routes_pending {
-            self.apply_routes(progress).await
+        let mut route_errors = if progress.routes_pending {
+            self.apply_surroundings(progress).await
         } else {
             Vec::new()
         };
+        let mut failures = self.apply_services(progress).await;
+        let fatal = failures.is_err();
+        if progress.routes_pending {
+            route_errors.extend(self.apply_routes(progress).await);
+        }
         progress.routes_pending = !route_errors.is_empty();
         let list = failures
             .as_mut()
@@ -149,22 +158,61 @@ impl Applier {
         });
     }
 
-    /// Single services that could not be programmed, or why none could.
+    /// Makes what the dataplane knows of addresses equal to what is. Errors come with those of routes.
+    async fn apply_surroundings(&self, progress: &mut Progress) -> Vec<String> {
+        let (base, state) = (Arc::clone(&self.base), self.feed.state());
+        let kernel = Arc::clone(&self.kernel);
+        let work = tokio::task::spawn_blocking(move || {
+            let addresses = base.set_surroundings(&mut Netlink::open()?, &state)?;
+            let changed = kernel.set_node_addresses(addresses.clone());
+            anyhow::Ok((addresses, changed))
+        });
+        match work.await {
+            Ok(Ok((addresses, changed))) => {
+                if changed {
+                    // Host ports, balancer and external addresses follow from addresses of nodes.
+                    progress.pending.get_or_insert_default();
+                    self.health.set_listen(self.listen(&addresses)).await;
+                }
+                Vec::new()
+            }
+            Ok(Err(e)) => vec![crate::describe(&e)],
+            Err(e) => vec![format!("compare addresses: {e}")],
+        }
+    }
+
+    /// Health checks are where node ports are.
+    fn listen(&self, addresses: &NodeAddresses) -> Listen {
+        if self.config.dataplane.node_port_addresses.is_empty() {
+            return Listen::Everywhere;
+        }
+        let serving = addresses.own().filter(|(_, serves)| *serves);
+        Listen::On(serving.map(|(address, _)| address).collect())
+    }
+
+    /// Services that do not fit in the kernel's tables, or why none could be programmed.
     async fn apply_services(&self, progress: &mut Progress) -> Result<Vec<String>, String> {
         let Some(changes) = progress.pending.take() else {
             return Ok(Vec::new());
         };
+        let state = self.feed.state();
+        let own = state.nodes.get(&self.config.node_name);
+        self.node_health
+            .set_leaving(own.is_some_and(|node| node.leaving));
+        let health = health_check::wanted(&state, &changes, &self.config.node_name);
         if progress.origin == Origin::Disk && self.mark().exists() {
             // The kernel holds what this run of the machine was told, which is newer than the copy on disk.
+            self.health.set_services(changes.everything, health).await;
             return Ok(Vec::new());
         }
+        self.node_health.pending();
         let started = Instant::now();
-        let (kernel, state) = (Arc::clone(&self.kernel), self.feed.state());
+        let kernel = Arc::clone(&self.kernel);
         let work = tokio::task::spawn_blocking(move || {
             let result = kernel.apply(&state, &changes);
-            (result, changes)
+            (result, changes, state)
         });
-        let (result, changes) = match work.await {
+        let (result, changes, state) = match work.await {
             Ok(done) => done,
             Err(e) => {
                 progress.pending = Some(Changes::everything());
@@ -187,9 +235,14 @@ impl Applier {
                     tracing::warn!(path = %self.mark().display(), error = %e, "cannot write the mark");
                 }
                 progress.committed_at_us = None;
-                if !report.failed.is_empty() {
-                    progress.pending = Some(Changes::everything());
+                progress.routes_pending |= report.addresses_changed;
+                refusals::tell(&self.feed, &state, &report.news);
+                self.health.set_services(changes.everything, health).await;
+                self.node_health.programmed();
+                if !report.retry {
+                    return Ok(Vec::new());
                 }
+                progress.pending = Some(Changes::everything());
                 Ok(report
                     .failed
                     .into_iter()
@@ -207,9 +260,17 @@ impl Applier {
     async fn apply_routes(&self, progress: &mut Progress) -> Vec<String> {
         let (config, attachments) = (Arc::clone(&self.config), Arc::clone(&self.attachments));
         let (state, origin) = (self.feed.state(), progress.origin);
-        let base = Arc::clone(&self.base);
+        let (base, kernel) = (Arc::clone(&self.base), Arc::clone(&self.kernel));
         let work = tokio::task::spawn_blocking(move || {
-            route_pass(&config, &attachments, &state, origin, &base)
+            let service_addresses = kernel.service_addresses();
+            route_pass(
+                &config,
+                &attachments,
+                &state,
+                origin,
+                &base,
+                &service_addresses,
+            )
         });
         let pass = match work.await {
             Ok(Ok(pass)) => pass,
@@ -285,6 +346,7 @@ fn route_pass(
     state: &DesiredState,
     origin: Origin,
     base: &Base,
+    service_addresses: &[IpAddr],
 ) -> anyhow::Result<RoutePass> {
     let mut netlink = Netlink::open()?;
     let links = base.restore(&mut netlink)?;
@@ -296,7 +358,6 @@ fn route_pass(
         &present,
     )?;
     let pods = attachments.local_pods(&present);
-    base.set_surroundings(&mut netlink, state)?;
     let Compiled {
         routes: wanted,
         tunnels,
@@ -306,6 +367,7 @@ fn route_pass(
         node_ips: &node_ips,
         nodes: &state.nodes,
         service_cidrs: &state.config.service_cidrs,
+        service_addresses,
         host_link: links.host_link,
         overlay_link: links.overlay,
         pods: &pods,

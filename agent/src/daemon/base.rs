@@ -8,11 +8,12 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use anyhow::Result;
 use control_api::desired::DesiredState;
+use weir_agent::compile::node_addresses::NodeAddresses;
 use weir_agent::compile::peers;
-use weir_agent::compile::surroundings::{Choices, surroundings};
+use weir_agent::compile::surroundings::{Choices, Surroundings, surroundings};
 use weir_agent::config::Config;
 use weir_agent::kernel::{self, Kernel};
-use weir_agent::netlink::{Netlink, base, overlay};
+use weir_agent::netlink::{Netlink, base, overlay, reserved_ports};
 
 /// Interface indexes that carry our programs.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -70,21 +71,42 @@ impl Base {
         Ok(changed)
     }
 
-    /// Tells the dataplane of the nodes' addresses and of the ranges of pods and services.
+    /// Tells the dataplane of the nodes' addresses and of the ranges of pods and services, and keeps the node port range
+    /// from the node's own connections.
     pub(super) fn set_surroundings(
         &self,
         netlink: &mut Netlink,
         state: &DesiredState,
-    ) -> Result<()> {
+    ) -> Result<NodeAddresses> {
+        let wanted = self.surroundings(netlink, state)?;
+        self.kernel.set_surroundings(&wanted)?;
+        let (first, last) = wanted.node_ports;
+        if first != 0 && first <= last {
+            reserved_ports::reserve(&self.config.state_dir, &(first..=last))?;
+        }
+        Ok(wanted.nodes)
+    }
+
+    /// What surrounds the node now.
+    pub(super) fn surroundings(
+        &self,
+        netlink: &mut Netlink,
+        state: &DesiredState,
+    ) -> Result<Surroundings> {
         let own: Vec<IpAddr> = netlink
             .addresses()?
             .into_iter()
             .map(|(_, address)| address)
             .filter(|address| !is_link_scope(*address))
             .collect();
-        let choices = Choices::default();
-        let wanted = surroundings(state, &self.config.node_name, &own, &choices);
-        Ok(self.kernel.set_surroundings(&wanted)?)
+        let settings = &self.config.dataplane;
+        let choices = Choices {
+            configured: self.config.node_ips.clone(),
+            masquerade: settings.masquerade,
+            masquerade_except: settings.masquerade_except.clone(),
+            node_port_addresses: settings.node_port_addresses.clone(),
+        };
+        Ok(surroundings(state, &self.config.node_name, &own, &choices))
     }
 
     /// Compares what is with what was put in place, and repairs. Cheap when nothing changed.

@@ -7,7 +7,9 @@ use weir_agent::cni_api::{self, conf};
 use weir_agent::config::Config;
 use weir_agent::feed;
 use weir_agent::kernel::Kernel;
-use weir_agent::netlink::{HOST_LINK, Netlink, OVERLAY_LINK, PARK_LINK, base, overlay, sync};
+use weir_agent::netlink::{
+    HOST_LINK, Netlink, OVERLAY_LINK, PARK_LINK, base, overlay, reserved_ports, sync,
+};
 
 /// Removes and returns what was removed, one line each. Running it again finds nothing.
 pub(crate) fn run(config: &Config) -> Result<Vec<String>> {
@@ -32,6 +34,9 @@ pub(crate) fn run(config: &Config) -> Result<Vec<String>> {
     let routes = sync::remove_all(&mut netlink)?;
     if routes > 0 {
         removed.push(format!("{routes} routes"));
+    }
+    if reserved_ports::release(&config.state_dir)? {
+        removed.push("reservation of the node port range".into());
     }
     if base::remove_pair(&mut netlink, HOST_LINK)? {
         removed.push(format!("host link {HOST_LINK}"));

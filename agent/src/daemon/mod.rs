@@ -4,6 +4,7 @@ mod apply;
 mod base;
 pub(crate) mod cleanup;
 mod node_report;
+mod refusals;
 
 use std::fs::{File, OpenOptions};
 use std::os::unix::fs::DirBuilderExt;
@@ -22,8 +23,9 @@ use weir_agent::config::Config;
 use weir_agent::dns;
 use weir_agent::feed::{self, FeedHandle};
 use weir_agent::fragments;
+use weir_agent::health_check::{HealthServer, NodeHealth};
 use weir_agent::kernel::{self, Kernel, Limits, NodeIdentity, PodPrograms};
-use weir_agent::netlink;
+use weir_agent::netlink::{self, Netlink};
 use weir_agent::observe::{self, Checks, Observe};
 use weir_agent::pods;
 
@@ -78,24 +80,34 @@ pub(crate) async fn run(config: Config) -> Result<()> {
         tokio::task::spawn_blocking(move || prepare(&config)).await??
     };
     observe.checks().pass(CHECK_PROGRAMS);
+    let base = Arc::new(base);
     observe.set_dataplane(Arc::<Kernel>::clone(&kernel));
     let (attachments, cni) = {
         let (config, feed, kernel) = (Arc::clone(&config), feed.clone(), Arc::clone(&kernel));
         let mtu = config.cni.mtu.unwrap_or(base.mtu());
-        tokio::task::spawn_blocking(move || serve_cni(&config, &feed, kernel, mtu)).await??
+        let base = Arc::clone(&base);
+        tokio::task::spawn_blocking(move || serve_cni(&config, &feed, kernel, &base, mtu)).await??
     };
     observe.checks().pass(CHECK_CNI);
     observe.set_attachments(Arc::clone(&attachments));
     observe.register(|registry| cni.stats().register(registry));
     let (readiness, ready) = watch::channel(Readiness::default());
+    let node_health = NodeHealth::default();
+    let health = HealthServer::start(
+        node_health.clone(),
+        config.observe.health_port,
+        shutdown.clone(),
+    );
     let applier = apply::Applier {
         config: Arc::clone(&config),
         feed: feed.clone(),
         kernel: Arc::clone(&kernel),
         attachments,
-        base: Arc::new(base),
+        base,
         readiness,
         observe: observe.clone(),
+        health,
+        node_health,
     };
     tokio::spawn(show_readiness(observe, ready.clone()));
     let apply = tokio::spawn(applier.run(shutdown.clone()));
@@ -157,6 +169,7 @@ fn prepare(config: &Arc<Config>) -> Result<(Arc<Kernel>, Base)> {
         limits.flows = max.0;
     }
     let kernel = Arc::new(Kernel::open(&config.bpffs, limits, identity)?);
+    kernel.set_service_options(config.dataplane.service_options());
     let base = Base::ensure(Arc::clone(config), Arc::clone(&kernel))?;
     translate_sockets(config, &kernel)?;
     Ok((kernel, base))
@@ -191,6 +204,7 @@ fn serve_cni(
     config: &Config,
     feed: &FeedHandle,
     kernel: Arc<Kernel>,
+    base: &Base,
     mtu: u32,
 ) -> Result<(Arc<Attachments>, cni_api::Server)> {
     let store = Store::open(&config.state_dir)?;
@@ -198,6 +212,9 @@ fn serve_cni(
         mtu,
         node_ips: config.node_ips.clone(),
     };
+    // Before any host port: they are on all addresses of the node.
+    let surroundings = base.surroundings(&mut Netlink::open()?, &feed.state())?;
+    kernel.set_node_addresses(surroundings.nodes);
     let (feed, name) = (feed.clone(), config.node_name.clone());
     let pod_cidrs: cni_api::PodCidrs = Arc::new(move || {
         let state = feed.state();

@@ -23,8 +23,11 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use control_api::desired::{Changes, DesiredState};
 use dataplane_common::reason::{DropReason, Event, SocketEvent};
 
+use crate::compile::node_addresses::NodeAddresses;
+use crate::compile::services::{Frontend, Owner, Refusal};
 pub use crate::compile::services::{HostPort, NodeIdentity, ServiceOptions};
 use crate::compile::surroundings::Surroundings;
+use crate::plan::services::{FrontendEntry, PresentBackend};
 pub use cgroup::namespace_cookie;
 pub use limits::Limits;
 pub use packet_socket::PacketSocket;
@@ -154,6 +157,32 @@ pub struct ApplyReport {
     pub failed: Vec<(String, String)>,
     /// Something of it did not fit: it may do so later.
     pub retry: bool,
+    /// What was refused since the last report, for whoever asked for it.
+    pub news: Vec<Refusal>,
+    /// [`Kernel::service_addresses`] may have others now.
+    pub addresses_changed: bool,
+}
+
+/// Sums over the service maps.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct ServiceTotals {
+    pub frontends: usize,
+    /// Usable backends of all services.
+    pub endpoints: usize,
+    /// What is asked for and not served.
+    pub refused: usize,
+}
+
+/// One service id in the maps.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ServiceDetails {
+    pub owner: Owner,
+    /// Name of the Service's port.
+    pub port: String,
+    pub service_id: u32,
+    pub frontends: Vec<(Frontend, FrontendEntry)>,
+    /// Draining ones included.
+    pub backends: Vec<PresentBackend>,
 }
 
 /// A counter summed over the CPUs.
@@ -240,7 +269,7 @@ impl Kernel {
         let (drops, events) = (counter("drops")?, counter("events")?);
         let socket_events = counter("socket_events")?;
         programs.set_node_addresses(&node.addresses)?;
-        let services = Services::open(maps, node, ServiceOptions::default())?;
+        let services = Services::open(maps, node)?;
         let collector = Collector::open(maps)?;
         let parking = Parking::open(maps)?;
         Ok(Self {
@@ -302,6 +331,34 @@ impl Kernel {
     /// [`KernelError`] when a table cannot be read or changed.
     pub fn set_surroundings(&self, wanted: &Surroundings) -> Result<(), KernelError> {
         lock(&self.programs).set_surroundings(wanted)
+    }
+
+    /// Takes the addresses of nodes for host ports, balancer and external addresses. True when the next
+    /// [`Self::apply`] has something to do for them, whatever else changed.
+    pub fn set_node_addresses(&self, addresses: NodeAddresses) -> bool {
+        lock(&self.services).set_addresses(addresses)
+    }
+
+    /// What the operator chose for services; before the first [`Self::apply`].
+    pub fn set_service_options(&self, options: ServiceOptions) {
+        lock(&self.services).set_options(options);
+    }
+
+    /// Addresses that belong to services as a whole: cluster addresses and those of balancers.
+    #[must_use]
+    pub fn service_addresses(&self) -> Vec<IpAddr> {
+        lock(&self.services).addresses()
+    }
+
+    #[must_use]
+    pub fn service_totals(&self) -> ServiceTotals {
+        lock(&self.services).totals()
+    }
+
+    /// What the service maps hold, service by service; and what is asked for and not in them, with the reasons.
+    #[must_use]
+    pub fn service_details(&self) -> (Vec<ServiceDetails>, Vec<(String, String)>) {
+        lock(&self.services).details()
     }
 
     /// Makes the service maps equal to the desired state. Compares only what `changes` names; the first call must say
@@ -466,8 +523,14 @@ impl PodPrograms for Kernel {
     }
 
     fn set_host_ports(&self, host_ports: Vec<HostPort>) -> Result<(), AttachError> {
-        let changed = lock(&self.services).set_host_ports(host_ports);
-        changed.map(drop).map_err(|source| AttachError {
+        let set = || {
+            if lock(&self.services).set_host_ports(host_ports)? > 0 {
+                lock(&self.programs).next_generation()?;
+                lock(&self.collector).hurry();
+            }
+            Ok(())
+        };
+        set().map_err(|source: KernelError| AttachError {
             step: "enter host ports",
             link: "all".into(),
             source: source.into(),

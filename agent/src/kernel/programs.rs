@@ -22,6 +22,7 @@ use ipnetwork::IpNetwork;
 use super::services::{Wire, open};
 use super::table::{Plain, Table};
 use super::{KernelError, Limits, ProgramSize};
+use crate::compile::services::Family;
 use crate::compile::surroundings::Surroundings;
 
 use pins::Pins;
@@ -217,16 +218,21 @@ impl Programs {
         self.pins.maps()
     }
 
-    /// Enters the node's own addresses; the first of each family is the source of translated packets.
+    /// Enters the node's own addresses; the first of each family is the source of translated packets. What an earlier
+    /// agent knew stays until [`Self::set_surroundings`], and so do the ports that are served there.
     pub(super) fn set_node_addresses(&self, addresses: &[IpAddr]) -> Result<(), KernelError> {
-        change(&self.node_v4, |node| node.address = first(addresses))?;
-        change(&self.node_v6, |node| node.address = first(addresses))?;
-        let own = addresses
-            .iter()
-            .map(|address| (*address, ENDPOINT_NODE))
-            .collect();
-        set_addresses(&self.endpoints_v4, &own, ENDPOINT_NODE)?;
-        set_addresses(&self.endpoints_v6, &own, ENDPOINT_NODE)
+        change(&self.node_v4, |node| {
+            if node.address == V4::default() {
+                node.address = first(addresses);
+            }
+        })?;
+        change(&self.node_v6, |node| {
+            if node.address == V6::default() {
+                node.address = first(addresses);
+            }
+        })?;
+        add_addresses(&self.endpoints_v4, addresses)?;
+        add_addresses(&self.endpoints_v6, addresses)
     }
 
     /// Makes the tables of addresses and ranges equal to what surrounds the node.
@@ -236,8 +242,14 @@ impl Programs {
         set_addresses(&self.endpoints_v6, &wanted.addresses, NODES)?;
         set_ranges(&self.ranges_v4, &wanted.ranges)?;
         set_ranges(&self.ranges_v6, &wanted.ranges)?;
-        change(&self.node_v4, |node| wanted.enter(node))?;
-        change(&self.node_v6, |node| wanted.enter(node))
+        change(&self.node_v4, |node| {
+            wanted.enter(node);
+            enter_primary(node, wanted.nodes.primary(Family::V4));
+        })?;
+        change(&self.node_v6, |node| {
+            wanted.enter(node);
+            enter_primary(node, wanted.nodes.primary(Family::V6));
+        })
     }
 
     /// Has direct flows compared with the frontends again, since those changed.
@@ -392,6 +404,39 @@ fn first<A: Wire + Default>(addresses: &[IpAddr]) -> A {
         .iter()
         .find_map(|address| A::from_address(*address))
         .unwrap_or_default()
+}
+
+fn enter_primary<A: Wire>(node: &mut Node<A>, address: Option<IpAddr>) {
+    if let Some(address) = address.and_then(A::from_address) {
+        node.address = address;
+    }
+}
+
+/// Enters addresses of the node that are not there.
+fn add_addresses<A: Wire + Plain>(
+    endpoints: &Table<A, Endpoint>,
+    addresses: &[IpAddr],
+) -> Result<(), KernelError> {
+    let failed = |attempted| {
+        move |source| KernelError::Map {
+            attempted,
+            map: endpoints.name,
+            source,
+        }
+    };
+    for address in addresses.iter().filter_map(|a| A::from_address(*a)) {
+        let present = endpoints.get(&address).map_err(failed("read"))?;
+        if present.is_none_or(|endpoint| endpoint.flags & ENDPOINT_NODE == 0) {
+            let endpoint = Endpoint {
+                flags: ENDPOINT_NODE,
+                ..Endpoint::default()
+            };
+            endpoints
+                .put(&address, &endpoint)
+                .map_err(failed("add a node address to"))?;
+        }
+    }
+    Ok(())
 }
 
 /// Enters addresses of nodes with these flags, and forgets others that have one of the flags in `kinds`.

@@ -21,6 +21,7 @@ use dataplane_common::{V4, V6};
 const BPF_MAP_LOOKUP_ELEM: libc::c_int = 1;
 const BPF_MAP_UPDATE_ELEM: libc::c_int = 2;
 const BPF_MAP_DELETE_ELEM: libc::c_int = 3;
+const BPF_MAP_GET_NEXT_KEY: libc::c_int = 4;
 const BPF_OBJ_GET: libc::c_int = 7;
 const BPF_OBJ_GET_INFO_BY_FD: libc::c_int = 15;
 const BPF_MAP_LOOKUP_AND_DELETE_ELEM: libc::c_int = 21;
@@ -368,13 +369,40 @@ impl<K: Plain, V: Plain> Table<K, V> {
         }
     }
 
+    /// Every entry, one key after the other.
+    fn walk(&self) -> io::Result<Vec<(K, V)>> {
+        let mut all = Vec::new();
+        let mut key: Option<K> = None;
+        loop {
+            let mut next = MaybeUninit::<K>::uninit();
+            let from = key.as_ref().map_or(0, address);
+            let mut attr = self.element(from, next.as_mut_ptr() as u64, 0);
+            // SAFETY: both keys have the size that `open` checked; without a first one the walk starts.
+            match unsafe { bpf(BPF_MAP_GET_NEXT_KEY, &mut attr) } {
+                Ok(_) => {}
+                Err(error) if error.raw_os_error() == Some(libc::ENOENT) => return Ok(all),
+                Err(error) => return Err(error),
+            }
+            // SAFETY: the kernel wrote all of it.
+            let next = unsafe { next.assume_init() };
+            if let Some(value) = self.get(&next)? {
+                all.push((next, value));
+            }
+            key = Some(next);
+        }
+    }
+
     /// Every entry. Entries that come or go meanwhile may be missed.
     pub(super) fn entries(&self) -> io::Result<Vec<(K, V)>> {
         const BATCH: usize = 4_096;
         let mut all = Vec::new();
         let mut position = Position::default();
         loop {
-            let batch = self.batch(&mut position, BATCH)?;
+            let batch = match self.batch(&mut position, BATCH) {
+                // Tries have no batches on kernels of the oldest lines.
+                Err(e) if e.raw_os_error() == Some(ENOTSUPP) => return self.walk(),
+                other => other?,
+            };
             all.extend(batch.entries);
             if batch.last {
                 return Ok(all);

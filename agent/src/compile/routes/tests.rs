@@ -42,6 +42,7 @@ fn compile_with(
         node_ips: &[ip("192.0.2.11"), ip("2001:db8::11")],
         nodes,
         service_cidrs: &["10.96.0.0/16".into(), "fd00:96::/112".into()],
+        service_addresses: &[ip("10.96.0.20"), ip("203.0.113.10")],
         host_link: 3,
         overlay_link,
         pods,
@@ -92,7 +93,12 @@ fn peers_on_the_segment_get_direct_routes_of_both_families() {
             source: Some(ip("192.0.2.11"))
         }
     );
-    assert_eq!(routes.len(), 6);
+    assert_eq!(
+        routes[&net("203.0.113.10/32")],
+        routes[&net("10.96.0.0/16")],
+        "a balancer's address leads to the programs; those of the service range do already"
+    );
+    assert_eq!(routes.len(), 7);
 }
 
 #[test]

@@ -76,6 +76,11 @@ impl Catalog {
         true
     }
 
+    /// For compilations from now on.
+    pub fn set_options(&mut self, options: ServiceOptions) {
+        self.options = options;
+    }
+
     #[must_use]
     pub fn addresses(&self) -> &NodeAddresses {
         &self.addresses
