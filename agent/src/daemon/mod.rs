@@ -13,6 +13,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::{Context as _, Result, bail};
+use control_api::desired::Changes;
 use nix::fcntl::{Flock, FlockArg};
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::watch;
@@ -23,7 +24,7 @@ use weir_agent::config::Config;
 use weir_agent::dns;
 use weir_agent::feed::{self, FeedHandle};
 use weir_agent::fragments;
-use weir_agent::health_check::{HealthServer, NodeHealth};
+use weir_agent::health_check::{self, HealthServer, NodeHealth};
 use weir_agent::kernel::{self, Kernel, Limits, NodeIdentity, PodPrograms};
 use weir_agent::netlink::{self, Netlink};
 use weir_agent::observe::{self, Checks, Observe};
@@ -62,6 +63,7 @@ pub(crate) async fn run(config: Config) -> Result<()> {
     // Pods go on while an agent restarts, and they ask for names all the time: DNS waits for nothing but its state.
     let feed = feed::start(&config, shutdown.clone())?;
     observe.set_feed(feed.clone());
+    let (health, node_health) = start_health_checks(&config, &feed, shutdown.clone()).await;
     let dns = dns::start(&config, feed.updates(), shutdown.clone())?;
     tracing::info!(addresses = ?dns.addresses(), "cluster DNS listens");
     // The dataplane still serves what an earlier agent programmed in this boot.
@@ -92,12 +94,6 @@ pub(crate) async fn run(config: Config) -> Result<()> {
     observe.set_attachments(Arc::clone(&attachments));
     observe.register(|registry| cni.stats().register(registry));
     let (readiness, ready) = watch::channel(Readiness::default());
-    let node_health = NodeHealth::default();
-    let health = HealthServer::start(
-        node_health.clone(),
-        config.observe.health_port,
-        shutdown.clone(),
-    );
     let applier = apply::Applier {
         config: Arc::clone(&config),
         feed: feed.clone(),
@@ -130,6 +126,21 @@ pub(crate) async fn run(config: Config) -> Result<()> {
     tracing::info!("stopping; pods and services keep working");
     tokio::task::spawn_blocking(move || cni.stop()).await?;
     apply.await.context("end the apply loop")
+}
+
+/// Balancers go on asking while an agent restarts: they are answered from the state that the earlier agent left.
+async fn start_health_checks(
+    config: &Config,
+    feed: &FeedHandle,
+    shutdown: CancellationToken,
+) -> (HealthServer, NodeHealth) {
+    let node = NodeHealth::default();
+    let server = HealthServer::start(node.clone(), config.observe.health_port, shutdown);
+    let state = feed.state();
+    let everything = Changes::everything();
+    let wanted = health_check::wanted(&state, &everything, &config.node_name);
+    server.set_services(true, wanted).await;
+    (server, node)
 }
 
 /// What /readyz waits for, and what it says until then.
