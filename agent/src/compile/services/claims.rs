@@ -25,7 +25,8 @@ pub(super) struct Claims {
 }
 
 impl Claims {
-    /// Sets what a Service claims; no frontends remove it. Returns other Services that won or lost a frontend by it.
+    /// Sets what a Service claims; no frontends remove it. Returns other Services for which a frontend has another holder
+    /// by it.
     pub(super) fn set(&mut self, claimant: Claimant, frontends: Vec<Frontend>) -> BTreeSet<Name> {
         let name = claimant.name.clone();
         let mut affected = BTreeSet::new();
@@ -47,10 +48,8 @@ impl Claims {
         for frontend in &frontends {
             let list = self.claimants.entry(*frontend).or_default();
             let at = list.partition_point(|other| **other < *claimant);
-            if at == 0
-                && let Some(loser) = list.first()
-            {
-                affected.insert(loser.name.clone());
+            if at == 0 {
+                affected.extend(list.iter().map(|loser| loser.name.clone()));
             }
             list.insert(at, Arc::clone(&claimant));
         }
@@ -64,14 +63,11 @@ impl Claims {
         };
         let had_it = list.first().is_some_and(|first| first.name == *name);
         list.retain(|claimant| claimant.name != *name);
-        match list.first() {
-            Some(heir) if had_it => {
-                affected.insert(heir.name.clone());
-            }
-            Some(_) => {}
-            None => {
-                self.claimants.remove(frontend);
-            }
+        if had_it {
+            affected.extend(list.iter().map(|heir| heir.name.clone()));
+        }
+        if list.is_empty() {
+            self.claimants.remove(frontend);
         }
     }
 
