@@ -180,16 +180,19 @@ impl<A: Family> Flow<A> {
 
     /// Whether a client's packet may use this flow. `state` is the present word of the flow's backend id.
     ///
-    /// A backend that leaves its service keeps the TCP connections it has, as with kube-proxy, and gets neither new ones
-    /// nor datagrams. Connections to a pod that has gone are reset by the node that had it.
+    /// A backend that drains keeps the flows it has and gets no new connections; a client's datagrams stay with it. One that
+    /// has left its service keeps the connections it has, as with kube-proxy, and gets nothing else. Connections to a
+    /// pod that has gone are reset by the node that had it.
     #[inline(always)]
     #[must_use]
     pub fn fitness(&self, packet: &Packet<A>, state: u32, now_s: u32) -> Fitness {
+        let opens = packet.opens();
+        let connected = packet.is_connected() && !opens;
         let left = self.flags & FLOW_SERVICE != 0
-            && (self.is_orphaned(state) || backend_state::kind(state) == backend_state::DRAINING);
-        let connected = packet.is_connected() && !packet.opens();
-        let over = packet.opens() && self.is_closing();
-        if (left && !connected) || over || self.is_expired(now_s, false) {
+            && ((self.is_orphaned(state) && !connected)
+                || (backend_state::kind(state) == backend_state::DRAINING && opens));
+        let over = opens && self.is_closing();
+        if left || over || self.is_expired(now_s, false) {
             Fitness::Renew
         } else {
             Fitness::Usable

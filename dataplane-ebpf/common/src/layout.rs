@@ -199,7 +199,7 @@ pub mod backend_state {
     pub const ABSENT: u32 = 0;
     /// New and old flows may use it.
     pub const ACTIVE: u32 = 1;
-    /// TCP connections that exist may go on; nothing else.
+    /// Flows that exist may go on; nothing else.
     pub const DRAINING: u32 = 2;
 
     const KIND_MASK: u32 = 0xff;

@@ -97,7 +97,8 @@ impl Endpoints {
         self.conditions.values().any(Condition::usable)
     }
 
-    /// The endpoints in their order; those that the view does not use are marked as draining.
+    /// The endpoints in their order. Those that serve without being used are marked as draining: they keep the flows that
+    /// they have, as with kube-proxy, which ends datagram flows of endpoints that do not serve only.
     pub(super) fn view(&self, view: View) -> Vec<WantedBackend> {
         let in_scope = |condition: &Condition| match view {
             View::Cluster => true,
@@ -117,6 +118,7 @@ impl Endpoints {
         };
         self.conditions
             .iter()
+            .filter(|(_, condition)| condition.usable())
             .map(|((address, port), condition)| WantedBackend {
                 address: *address,
                 port: *port,

@@ -197,7 +197,7 @@ impl<A: TestFamily> Model<A> {
         }
     }
 
-    /// Named invariant: no packet to a removed backend, and to a draining one only on a connection that exists.
+    /// Named invariant: no packet to a removed backend, and nothing new to a draining one.
     fn goes_to_a_living_backend(&self, packet: &Packet<A>, decision: &Decision<A>) {
         let flow = self.tables.flows[&packet.key()];
         if packet.is_connected() && !packet.opens() {
@@ -215,10 +215,9 @@ impl<A: TestFamily> Model<A> {
         );
         let word = self.tables.states[&flow.backend_id];
         assert!(backend_state::same_life(word, flow.backend_state));
-        assert_eq!(
-            backend_state::kind(word),
-            backend_state::ACTIVE,
-            "only connections that exist go to a draining backend"
+        assert!(
+            backend_state::kind(word) == backend_state::ACTIVE || !packet.opens(),
+            "nothing new goes to a draining backend"
         );
     }
 
@@ -458,4 +457,30 @@ fn affinity_holds_until_its_time_or_its_backend_ends() {
         kept,
         "a backend that went gives way"
     );
+}
+
+/// A backend that drains keeps a client's datagrams and connections, and gets no new connection; one that has left keeps
+/// connections only.
+#[test]
+fn draining_backends_keep_what_they_have() {
+    let mut tables = Collections::<V4>::new(7, 64);
+    let to = |tables: &mut Collections<V4>, protocol, port, flags| {
+        let packet = packet::<V4>(1, port, 1, protocol, flags);
+        from_pod(tables, &V4::link(1), &packet).destination
+    };
+    for protocol in [TCP, UDP] {
+        tables.serve(1, protocol, &[(5, false)]);
+        assert_eq!(to(&mut tables, protocol, 1, tcp::SYN), V4::pod(5));
+        tables.serve(1, protocol, &[(5, true), (6, false)]);
+        assert_eq!(to(&mut tables, protocol, 1, tcp::ACK), V4::pod(5));
+        assert_eq!(to(&mut tables, protocol, 2, tcp::SYN), V4::pod(6));
+    }
+    assert_eq!(to(&mut tables, TCP, 1, tcp::SYN), V4::pod(6), "asked again");
+    tables.serve(1, TCP, &[(5, false)]);
+    assert_eq!(to(&mut tables, TCP, 3, tcp::SYN), V4::pod(5));
+    for protocol in [TCP, UDP] {
+        tables.serve(1, protocol, &[(6, false)]);
+    }
+    assert_eq!(to(&mut tables, TCP, 3, tcp::ACK), V4::pod(5));
+    assert_eq!(to(&mut tables, UDP, 1, 0), V4::pod(6));
 }
