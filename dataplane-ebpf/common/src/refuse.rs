@@ -37,7 +37,7 @@ pub enum Unreachable {
 pub struct Quote {
     /// A multiple of two.
     pub bytes: u16,
-    /// Sum of its 16-bit words as they lie in memory, carries not folded.
+    /// Sum of its 16-bit words as they lie in memory, or any number that is the same modulo 65,535.
     pub sum: u32,
 }
 
@@ -73,9 +73,14 @@ pub fn may_answer<A: Family>(packet: &Packet<A>) -> bool {
 )]
 #[inline(always)]
 fn finish(sum: u32) -> u16 {
+    !(fold(sum) as u16)
+}
+
+/// The carries of a sum of 16-bit words, folded back in.
+#[inline(always)]
+fn fold(sum: u32) -> u32 {
     let sum = (sum & 0xffff) + (sum >> 16);
-    let sum = (sum & 0xffff) + (sum >> 16);
-    !(sum as u16)
+    (sum & 0xffff) + (sum >> 16)
 }
 
 #[inline(always)]
@@ -191,7 +196,7 @@ impl Refuse for V4 {
         let mut words = [0; 14];
         put_ipv4(&mut words, packet, HEADERS + quote.bytes, ICMP);
         words[10] = type_and_code.to_be();
-        words[11] = finish(sum_words(&words, 10, 14) + quote.sum);
+        words[11] = finish(sum_words(&words, 10, 14) + fold(quote.sum));
         words
     }
 }
@@ -221,7 +226,7 @@ impl Refuse for V6 {
         words[20] = type_and_code.to_be();
         let pseudo =
             sum_words(&words, 4, 20) + (ICMPV6 as u16).to_be() as u32 + icmp_bytes.to_be() as u32;
-        words[21] = finish(pseudo + sum_words(&words, 20, 24) + quote.sum);
+        words[21] = finish(pseudo + sum_words(&words, 20, 24) + fold(quote.sum));
         words
     }
 }
