@@ -25,7 +25,7 @@ use dataplane_common::{V4, V6, tail};
 
 use crate::act::Wire;
 use crate::icmp::Fields;
-use crate::maps::{Handed, MapTables, drop_packet};
+use crate::maps::{Handed, MapTables, Opening, drop_packet};
 use crate::packet::{ARP, IPV4, IPV6, Parsed};
 
 /// Let the packet go on: to the next program on this hook, then to the stack.
@@ -298,13 +298,18 @@ where
 #[inline(always)]
 fn run_open<A: LinkAddress + Wire + Handed>(context: &TcContext, actor: u32) -> i32
 where
-    MapTables: dataplane_common::Tables<A>,
+    for<'a> Opening<'a>: dataplane_common::Tables<A>,
 {
     let Some(pending) = A::pending() else {
         return drop_packet(DropReason::ProgramMissing);
     };
     let hook = Hook::from_number(pending.hook);
-    pending.decision = path::open(&mut MapTables, hook, &pending.parsed.packet);
+    pending.decision = path::open(
+        &mut Opening(context),
+        hook,
+        &pending.parsed.packet,
+        &mut pending.scratch,
+    );
     go_on(context, actor)
 }
 

@@ -1,11 +1,14 @@
 //! Map definitions, and `Tables` over them. Sizes here are defaults; the loader sets the configured ones.
 
 use aya_ebpf::bindings::{BPF_F_NO_PREALLOC, BPF_NOEXIST};
-use aya_ebpf::helpers::{bpf_get_prandom_u32, bpf_ktime_get_ns};
+use aya_ebpf::helpers::{
+    bpf_get_prandom_u32, bpf_ktime_get_ns, bpf_sk_lookup_udp, bpf_sk_release, bpf_skc_lookup_tcp,
+};
 use aya_ebpf::macros::map;
 use aya_ebpf::maps::lpm_trie::Key;
 use aya_ebpf::maps::{Array, HashMap, LpmTrie, LruHashMap, PerCpuArray, ProgramArray};
 use aya_ebpf::programs::TcContext;
+use dataplane_common::address::{TCP, UDP};
 use dataplane_common::layout::{
     Affinity, AffinityKey, Backend, Datagram, Endpoint, Flow, FlowKey, FragmentKey, Frontend,
     FrontendKey, Link, MAGLEV_BLOCK, MaglevBlock, MaglevKey, Node, Park, Range, SlotKey,
@@ -13,7 +16,7 @@ use dataplane_common::layout::{
 use dataplane_common::limit::Bucket;
 use dataplane_common::reason::{DropReason, Event};
 use dataplane_common::tables::{Inserted, Tables};
-use dataplane_common::{V4, V6, tail};
+use dataplane_common::{Family, V4, V6, tail};
 
 use crate::DROP;
 use crate::packet::Pending;
@@ -106,6 +109,19 @@ macro_rules! family_maps {
         }
 
         impl Tables<$family> for MapTables {
+            family_maps!(@methods $family, $module);
+        }
+
+        impl Tables<$family> for Opening<'_> {
+            family_maps!(@methods $family, $module);
+
+            #[inline(always)]
+            fn is_bound(&mut self, reply: &FlowKey<$family>) -> bool {
+                has_socket(self.0, reply)
+            }
+        }
+    };
+    (@methods $family:ty, $module:ident) => {
             #[inline(always)]
             fn now_s(&mut self) -> u32 {
                 // SAFETY: the helper takes nothing and cannot fail.
@@ -259,7 +275,32 @@ macro_rules! family_maps {
             fn remove_reply(&mut self, key: &FlowKey<$family>) {
                 let _ = $module::REPLY.remove(key);
             }
-        }
+
+            #[inline(always)]
+            fn recent(&mut self, place: u32) -> Option<&FlowKey<$family>> {
+                $module::RECENT.get(place)
+            }
+
+            #[inline(always)]
+            fn set_recent(&mut self, place: u32, key: &FlowKey<$family>) {
+                if let Some(slot) = $module::RECENT.get_ptr_mut(place) {
+                    // SAFETY: the entry lives as long as the map. A key that two CPUs write at once is nobody's.
+                    unsafe { *slot = *key };
+                }
+            }
+
+            #[inline(always)]
+            fn port_cursor(&mut self, index: u32) -> u32 {
+                $module::CURSOR.get(index).copied().unwrap_or(0)
+            }
+
+            #[inline(always)]
+            fn set_port_cursor(&mut self, index: u32, cursor: u32) {
+                if let Some(slot) = $module::CURSOR.get_ptr_mut(index) {
+                    // SAFETY: as for `set_recent`; whichever CPU writes last, the search goes on from there.
+                    unsafe { *slot = cursor };
+                }
+            }
     };
     (@maps $family:ty, $node:ident = $node_text:literal, $endpoint:ident = $endpoint_text:literal,
      $frontend:ident = $frontend_text:literal, $slot:ident = $slot_text:literal,
@@ -267,7 +308,8 @@ macro_rules! family_maps {
      $flow:ident = $flow_text:literal, $reply:ident = $reply_text:literal,
      $affinity:ident = $affinity_text:literal, $fragment:ident = $fragment_text:literal,
      $range:ident = $range_text:literal, $sources:ident = $sources_text:literal,
-     $maglev:ident = $maglev_text:literal) => {
+     $maglev:ident = $maglev_text:literal, $recent:ident = $recent_text:literal,
+     $cursor:ident = $cursor_text:literal) => {
         #[map(name = $node_text)]
         pub(super) static $node: Array<Node<$family>> = Array::pinned(1, 0);
         #[map(name = $endpoint_text)]
@@ -304,11 +346,52 @@ macro_rules! family_maps {
         #[map(name = $maglev_text)]
         pub(super) static $maglev: HashMap<MaglevKey, MaglevBlock> =
             HashMap::pinned(MAGLEV_BLOCKS, BPF_F_NO_PREALLOC);
+        #[map(name = $recent_text)]
+        pub(super) static $recent: Array<FlowKey<$family>> =
+            Array::pinned(dataplane_common::RECENT_FLOWS, 0);
+        #[map(name = $cursor_text)]
+        pub(super) static $cursor: Array<u32> = Array::pinned(dataplane_common::PORT_CURSORS, 0);
     };
 }
 
 /// The maps as the decisions see them.
 pub(crate) struct MapTables;
+
+/// The same for the program that opens flows, which asks for sockets too.
+pub(crate) struct Opening<'a>(pub(crate) &'a TcContext);
+
+/// True when a socket of this node takes packets with this tuple: one connected so, or one that takes them from
+/// anybody.
+#[inline(always)]
+fn has_socket<A: Family>(context: &TcContext, tuple: &FlowKey<A>) -> bool {
+    /// `BPF_F_CURRENT_NETNS`.
+    const THIS_NAMESPACE: u64 = -1i64 as u64;
+    let skb = context.skb.skb.cast();
+    // The kernel's tuple of a socket is the start of a flow's key.
+    let socket_tuple = core::ptr::from_ref(tuple).cast_mut().cast();
+    let size = (size_of::<FlowKey<A>>() - size_of::<u32>()) as u32;
+    if tuple.protocol == TCP as u32 {
+        // SAFETY: the tuple is readable for `size` bytes; the socket is released below.
+        let socket = unsafe { bpf_skc_lookup_tcp(skb, socket_tuple, size, THIS_NAMESPACE, 0) };
+        if socket.is_null() {
+            return false;
+        }
+        // SAFETY: held since the lookup.
+        unsafe { bpf_sk_release(socket.cast()) };
+        true
+    } else if tuple.protocol == UDP as u32 {
+        // SAFETY: as for TCP.
+        let socket = unsafe { bpf_sk_lookup_udp(skb, socket_tuple, size, THIS_NAMESPACE, 0) };
+        if socket.is_null() {
+            return false;
+        }
+        // SAFETY: held since the lookup.
+        unsafe { bpf_sk_release(socket.cast()) };
+        true
+    } else {
+        false
+    }
+}
 
 family_maps!(
     V4,
@@ -325,7 +408,9 @@ family_maps!(
     FRAGMENT = "fragments_v4",
     RANGE = "ranges_v4",
     SOURCES_OF = "sources_v4",
-    MAGLEV = "maglev_v4"
+    MAGLEV = "maglev_v4",
+    RECENT = "recent_v4",
+    CURSOR = "cursors_v4"
 );
 family_maps!(
     V6,
@@ -342,7 +427,9 @@ family_maps!(
     FRAGMENT = "fragments_v6",
     RANGE = "ranges_v6",
     SOURCES_OF = "sources_v6",
-    MAGLEV = "maglev_v6"
+    MAGLEV = "maglev_v6",
+    RECENT = "recent_v6",
+    CURSOR = "cursors_v6"
 );
 
 /// What is known of the link with this index.

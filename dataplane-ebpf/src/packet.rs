@@ -8,6 +8,7 @@ use dataplane_common::address::{SCTP, TCP, UDP};
 use dataplane_common::fragment::Extent;
 use dataplane_common::icmp::Messages;
 use dataplane_common::packet::{Decision, ERROR, FRAGMENT, LATER_FRAGMENT, Packet, WITH_PORTS};
+use dataplane_common::path::Scratch;
 use dataplane_common::sctp;
 use dataplane_common::{Port, V4, V6};
 
@@ -40,6 +41,7 @@ pub(crate) struct Pending<A> {
     pub(crate) hook: u32,
     pub(crate) parsed: Parsed<A>,
     pub(crate) decision: Decision<A>,
+    pub(crate) scratch: Scratch<A>,
 }
 
 /// Families that can be read off the wire.

@@ -7,7 +7,6 @@ mod messages;
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
-use dataplane_common::SNAT_PORT_FIRST;
 use weir_agent::kernel::{Limits, PodPrograms, Program};
 use weir_tests::prog::packet::{ACK, FIN, Packet, RST, SYN, TCP, UDP};
 use weir_tests::prog::world::{NODE_V4, NODE_V6, POD_A, POD_B, POD_FAR, PROTOCOLS, World, unable};
@@ -203,7 +202,7 @@ fn a_pod_reaches_itself_through_its_service() {
             "seen from {}",
             sent.source
         );
-        ensure!(sent.source.port() >= SNAT_PORT_FIRST);
+        ensure!(sent.source.port() >= 1_024 && sent.source.port() != 40_000);
         let wanted = (REDIRECT, &*at(f.vip, 80), &*at(f.a, 40000));
         expect(world, Program::FromPod, &sent.answer(), ifindex, wanted)?;
         Ok(())
@@ -409,7 +408,7 @@ fn two_services_with_one_backend_and_one_client_port_stay_apart() {
             ensure!(verdict == REDIRECT && output.destination == at(f.far, 8080).parse()?);
             sent.push((vip, output));
         }
-        ensure!(sent[0].1.source.port() == 40000 && sent[1].1.source.port() >= SNAT_PORT_FIRST);
+        ensure!(sent[0].1.source.port() == 40000 && sent[1].1.source.port() != 40_000);
         for (vip, output) in sent {
             let wanted = (REDIRECT, &*at(vip, 80), &*at(f.a, 40000));
             expect(
@@ -478,24 +477,33 @@ fn a_restart_keeps_flows_and_services() {
 }
 
 #[test]
-fn a_full_flow_table_refuses_new_flows_and_keeps_old_ones() {
+fn a_full_flow_table_displaces_half_open_flows_and_keeps_conversations() {
     each(|world, f, protocol| {
         world.serve(f.vip, &[f.far])?;
         let a = world.a.link.ifindex;
         let limit = u16::try_from(LIMITS.flows)?;
-        let first = Packet::new(protocol, &at(f.a, 10_000), &at(f.vip, 80));
+        let request = |port| Packet::new(protocol, &at(f.a, port), &at(f.vip, 80));
+        let (_, sent) = run(world, Program::FromPod, &request(10_000), a)?;
+        run(world, Program::FromNetwork, &sent.answer(), world.uplink)?;
+        let established = request(10_000).with_flags(if protocol == TCP { ACK } else { 0 });
+        run(world, Program::FromPod, &established, a)?;
         let mut dropped = 0;
-        for offset in 0..limit + 50 {
-            let request = Packet::new(protocol, &at(f.a, 10_000 + offset), &at(f.vip, 80));
-            if run(world, Program::FromPod, &request, a)?.0 == DROP {
+        for port in 10_001..10_001 + limit + 200 {
+            if run(world, Program::FromPod, &request(port), a)?.0 == DROP {
                 dropped += 1;
             }
         }
-        ensure!(dropped >= 50, "{dropped} dropped");
-        ensure!(world.counter("flow_table_full")? == dropped);
+        let displaced = world.counter("flow_displaced")?;
         ensure!(
-            run(world, Program::FromPod, &first, a)?.0 == REDIRECT,
-            "an old flow goes on"
+            dropped + displaced >= 200 && displaced >= 20,
+            "{dropped} dropped, {displaced} displaced"
+        );
+        ensure!(world.counter("flow_table_full")? == dropped);
+        let (_, again) = run(world, Program::FromPod, &established, a)?;
+        ensure!(again.destination == sent.destination);
+        ensure!(
+            world.counter("flow_renewed")? == 0,
+            "a conversation goes on"
         );
         let report = world.kernel.collect_flows()?;
         ensure!(report.repaired == 0, "no half pairs: {report:?}");

@@ -71,6 +71,17 @@ impl<A: Family> Flow<A> {
         self.protocol == TCP as u32 || self.protocol == SCTP as u32
     }
 
+    /// True when [`Self::reply_key`] is this key.
+    #[inline(always)]
+    #[must_use]
+    pub fn is_answered_by(&self, reply: &FlowKey<A>) -> bool {
+        self.backend == reply.source
+            && self.source == reply.destination
+            && self.backend_port == reply.source_port
+            && self.source_port == reply.destination_port
+            && self.protocol == reply.protocol
+    }
+
     /// Both sides have acknowledged, and neither has closed.
     #[inline(always)]
     #[must_use]

@@ -9,6 +9,7 @@
 
 pub mod address;
 pub mod checksum;
+mod claim;
 pub mod collect;
 pub mod flow;
 pub mod fragment;
@@ -18,6 +19,7 @@ pub mod limit;
 mod open;
 pub mod packet;
 pub mod path;
+pub mod ports;
 pub mod reason;
 pub mod refuse;
 pub mod sctp;
@@ -34,12 +36,11 @@ pub use tables::Tables;
 /// Part of the pin path: a layout that changes takes a new number, so that programs never read maps of another shape.
 pub const ABI_VERSION: u32 = 2;
 
-/// First port that translation gives to a source. Above Linux' default range for clients, so that a translated flow
-/// and a socket of the same address do not meet.
-pub const SNAT_PORT_FIRST: u16 = 61_000;
+/// New flows that are remembered per address family, as candidates to be displaced in a full table.
+pub const RECENT_FLOWS: u32 = 8_192;
 
-/// How many ports follow [`SNAT_PORT_FIRST`], itself included.
-pub const SNAT_PORT_COUNT: u16 = 4_536;
+/// Destinations, by hash, whose source ports are given one after the other: two cursors for each.
+pub const PORT_CURSORS: u32 = 2_048;
 
 /// Places of programs that are called at the end of another.
 pub mod tail {
@@ -60,9 +61,6 @@ pub mod tail {
     /// How many places there are.
     pub const COUNT: u32 = 32;
 }
-
-/// How many source ports a new flow tries before it is dropped (`source_ports_exhausted`).
-pub const MAX_PORT_ATTEMPTS: u32 = 8;
 
 /// Address of the overlay device on every node, and so the destination of every frame inside it.
 pub const OVERLAY_MAC: [u8; 6] = [0x0a, 0x57, 0x45, 0x49, 0x52, 0x03];

@@ -2,19 +2,19 @@
 //! see; and the pair of entries.
 
 use crate::address::{Family, ICMP, ICMPV6, Port, SCTP, TCP, UDP};
+use crate::claim::{Scratch, enter};
 use crate::fragment::PARK_ALIVE_S;
 use crate::icmp::is_virtual;
 use crate::layout::{
     ENDPOINT_NODE, ENDPOINT_NODE_PORTS, ENDPOINT_PEER, FLOW_INBOUND, FLOW_MASQUERADED, FLOW_PLAIN,
-    FLOW_SERVICE, FRONTEND_EXTERNAL_SCOPE, Flow, FlowKey, FrontendKey, NODE_MASQUERADE, Park,
-    RANGE_OWN, RANGE_SERVICE, SCOPE_ALL, SCOPE_EXTERNAL,
+    FLOW_SERVICE, FRONTEND_EXTERNAL_SCOPE, Flow, FrontendKey, NODE_MASQUERADE, Park, RANGE_OWN,
+    RANGE_SERVICE, SCOPE_ALL, SCOPE_EXTERNAL,
 };
 use crate::packet::{Action, Decision, LATER_FRAGMENT, Packet, tcp};
 use crate::path::{Hook, Translated, deliver};
 use crate::reason::{DropReason, Event};
 use crate::service;
-use crate::tables::{Inserted, Tables};
-use crate::{MAX_PORT_ATTEMPTS, SNAT_PORT_COUNT, SNAT_PORT_FIRST};
+use crate::tables::Tables;
 
 /// What a destination is to services.
 #[repr(u32)]
@@ -90,6 +90,7 @@ pub fn open<A: Family, T: Tables<A>>(
     tables: &mut T,
     hook: Hook,
     packet: &Packet<A>,
+    scratch: &mut Scratch<A>,
 ) -> Decision<A> {
     if !packet.has_ports() {
         return pass_through(tables, hook, packet);
@@ -101,15 +102,16 @@ pub fn open<A: Family, T: Tables<A>>(
         scope: SCOPE_ALL,
     };
     let served = find_frontend(tables, hook, &mut key, packet);
-    let mut flow = Flow::of_packet(packet, tables.now_s());
+    scratch.flow = Flow::of_packet(packet, tables.now_s());
+    let flow = &mut scratch.flow;
     let reason = match served {
-        Served::Port => service::plan(tables, hook, &key, packet, &mut flow),
+        Served::Port => service::plan(tables, hook, &key, packet, flow),
         Served::Address => DropReason::NoFrontend,
         Served::No => match hook {
             Hook::Host => DropReason::NoFrontend,
             Hook::Own | Hook::Stack => return Decision::untouched(packet, Action::Stack),
-            Hook::Pod => direct(tables, packet, &mut flow),
-            Hook::Network => inbound(tables, packet, &mut flow),
+            Hook::Pod => direct(tables, packet, flow),
+            Hook::Network => inbound(tables, packet, flow),
         },
     };
     if reason != DropReason::None {
@@ -118,7 +120,7 @@ pub fn open<A: Family, T: Tables<A>>(
     let translated = if flow.flags == 0 {
         Translated::none(packet)
     } else {
-        track(tables, packet, &mut flow)
+        track(tables, packet, scratch)
     };
     if translated.reason != DropReason::None {
         return Decision::drop(packet, translated.reason);
@@ -311,37 +313,38 @@ fn masquerades<A: Family, T: Tables<A>>(tables: &mut T) -> bool {
 fn track<A: Family, T: Tables<A>>(
     tables: &mut T,
     packet: &Packet<A>,
-    flow: &mut Flow<A>,
+    scratch: &mut Scratch<A>,
 ) -> Translated<A> {
-    let key = packet.key();
-    flow.generation = match tables.node() {
+    scratch.key = packet.key();
+    scratch.flow.generation = match tables.node() {
         Some(node) => node.generation,
         None => 0,
     };
-    if let Some(present) = tables.flow(&key)
+    if let Some(present) = tables.flow(&scratch.key)
         && present.flags & FLOW_SERVICE == 0
     {
-        if flow.flags & FLOW_SERVICE == 0 {
+        if scratch.flow.flags & FLOW_SERVICE == 0 {
             // Looked at again since frontends changed: it is still nobody's.
-            present.generation = flow.generation;
-            present.note_client(packet.tcp_flags, flow.client_seen_s);
+            present.generation = scratch.flow.generation;
+            present.note_client(packet.tcp_flags, scratch.flow.client_seen_s);
             return Translated::forward(packet, present);
         }
         // From before the address was a service's: it gives way.
         let reply_key = present.reply_key();
         tables.remove_reply(&reply_key);
-        tables.remove_flow(&key);
+        tables.remove_flow(&scratch.key);
         tables.count(Event::FlowRenewed);
     }
-    let translated = enter(tables, &key, flow, packet);
-    if translated.reason == DropReason::FlowTableFull && flow.flags & FLOW_PLAIN != 0 {
+    let plain = scratch.flow.flags & FLOW_PLAIN != 0;
+    let translated = enter(tables, scratch, packet);
+    if translated.reason == DropReason::FlowTableFull && plain {
         tables.count(Event::FlowUntracked);
         return Translated::none(packet);
     }
     translated
 }
 
-/// The node's address and a port of its own as the source of a flow.
+/// The node's address as the source of a flow, whose port is chosen as it is entered.
 #[inline(always)]
 pub(crate) fn use_node_address<A: Family, T: Tables<A>>(
     tables: &mut T,
@@ -355,110 +358,5 @@ pub(crate) fn use_node_address<A: Family, T: Tables<A>>(
         return DropReason::NoNodeAddress;
     }
     flow.source = address;
-    flow.source_port = random_port(tables);
     DropReason::None
-}
-
-/// Enters both halves: first the reply, which finds collisions, then the record. Never leaves one without the other.
-#[inline(always)]
-fn enter<A: Family, T: Tables<A>>(
-    tables: &mut T,
-    key: &FlowKey<A>,
-    flow: &mut Flow<A>,
-    packet: &Packet<A>,
-) -> Translated<A> {
-    let reason = claim_reply(tables, key, flow);
-    if reason != DropReason::None {
-        return Translated::drop(packet, reason);
-    }
-    match tables.insert_flow(key, flow) {
-        Inserted::Done => {
-            tables.count(Event::FlowCreated);
-            Translated::forward(packet, flow)
-        }
-        Inserted::Full => {
-            tables.remove_reply(&flow.reply_key());
-            Translated::drop(packet, DropReason::FlowTableFull)
-        }
-        Inserted::Exists => {
-            // Another CPU was first with a packet of the same flow: its record counts.
-            let ours = flow.reply_key();
-            let (theirs, reply) = match tables.flow(key) {
-                Some(other) => {
-                    other.note_client(packet.tcp_flags, flow.client_seen_s);
-                    (Translated::forward(packet, other), other.reply_key())
-                }
-                None => (Translated::drop(packet, DropReason::BackendMissing), *key),
-            };
-            if reply != ours {
-                tables.remove_reply(&ours);
-            }
-            theirs
-        }
-    }
-}
-
-/// Claims a reply tuple for the flow, with another source port when a living flow has the one it asks for.
-#[inline(always)]
-fn claim_reply<A: Family, T: Tables<A>>(
-    tables: &mut T,
-    key: &FlowKey<A>,
-    flow: &mut Flow<A>,
-) -> DropReason {
-    let reply_key = flow.reply_key();
-    let mut inserted = tables.insert_reply(&reply_key, key);
-    if inserted == Inserted::Exists && release_if_dead(tables, &reply_key, flow.client_seen_s) {
-        inserted = tables.insert_reply(&reply_key, key);
-    }
-    if inserted == Inserted::Exists {
-        tables.count(Event::SourcePortChanged);
-        flow.flags &= !FLOW_PLAIN;
-    }
-    let mut attempt = 0;
-    while inserted == Inserted::Exists && attempt < MAX_PORT_ATTEMPTS {
-        attempt += 1;
-        flow.source_port = random_port(tables);
-        inserted = tables.insert_reply(&flow.reply_key(), key);
-    }
-    match inserted {
-        Inserted::Done => DropReason::None,
-        Inserted::Full => DropReason::FlowTableFull,
-        Inserted::Exists => DropReason::SourcePortsExhausted,
-    }
-}
-
-/// Removes a reply entry whose flow is over, belongs to another tuple, or is missing. True when it was removed.
-#[inline(always)]
-fn release_if_dead<A: Family, T: Tables<A>>(
-    tables: &mut T,
-    reply_key: &FlowKey<A>,
-    now_s: u32,
-) -> bool {
-    let Some(owner) = tables.reply(reply_key) else {
-        return true;
-    };
-    let owner = *owner;
-    let (own, expired) = match tables.flow(&owner) {
-        Some(flow) => (
-            flow.reply_key() == *reply_key,
-            flow.is_expired(now_s, false),
-        ),
-        None => (false, false),
-    };
-    if own && !expired {
-        return false;
-    }
-    tables.remove_reply(reply_key);
-    if own {
-        tables.remove_flow(&owner);
-    } else {
-        tables.count(Event::FlowHealed);
-    }
-    true
-}
-
-#[inline(always)]
-fn random_port<A, T: Tables<A>>(tables: &mut T) -> Port {
-    let offset = ((tables.random() & 0xffff) * SNAT_PORT_COUNT as u32) >> 16;
-    Port::new(SNAT_PORT_FIRST + offset as u16)
 }

@@ -12,6 +12,7 @@ use crate::packet::{Action, Decision, Packet, Translation};
 use crate::reason::{DropReason, Event};
 use crate::tables::{Inserted, Tables};
 
+pub use crate::claim::Scratch;
 pub use crate::open::open;
 
 /// Where a packet was met.
@@ -340,7 +341,7 @@ fn answer<A: Family, T: Tables<A>>(
     let original = *original;
     let mut flags = 0;
     let own = match tables.flow(&original) {
-        Some(flow) if flow.reply_key() == key => {
+        Some(flow) if flow.is_answered_by(&key) => {
             flow.note_server(packet.tcp_flags, now_s);
             flags = flow.flags;
             true

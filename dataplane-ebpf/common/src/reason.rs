@@ -89,6 +89,8 @@ numbered! {
         FlowRenewed = "flow_renewed",
         /// Another flow had the client's port: this one got another.
         SourcePortChanged = "source_port_changed",
+        /// A new flow took the place of one without a conversation, in a table that is full.
+        FlowDisplaced = "flow_displaced",
         /// Half a flow was found, and removed or completed.
         FlowHealed = "flow_healed",
         /// A flow that needs no translation found no room: its packets go on without a record.

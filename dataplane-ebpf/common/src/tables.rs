@@ -58,4 +58,18 @@ pub trait Tables<A> {
     fn reply(&mut self, key: &FlowKey<A>) -> Option<&FlowKey<A>>;
     fn insert_reply(&mut self, key: &FlowKey<A>, flow: &FlowKey<A>) -> Inserted;
     fn remove_reply(&mut self, key: &FlowKey<A>);
+
+    /// A flow that was new not long ago; the key may be of one that is no more.
+    fn recent(&mut self, place: u32) -> Option<&FlowKey<A>>;
+    fn set_recent(&mut self, place: u32, key: &FlowKey<A>);
+
+    /// Where the search for a source port goes on; zero where none has begun.
+    fn port_cursor(&mut self, index: u32) -> u32;
+    fn set_port_cursor(&mut self, index: u32, cursor: u32);
+
+    /// True when a socket of this node takes packets with this tuple. Asked where a port is chosen for the node's
+    /// address; programs that never do need no answer.
+    fn is_bound(&mut self, _reply: &FlowKey<A>) -> bool {
+        false
+    }
 }

@@ -18,7 +18,10 @@ use crate::{V4, V6};
 /// What happens between the two looks of one removal, at most once each.
 type Between<A> = VecDeque<Box<dyn FnOnce(&mut Collections<A>)>>;
 
-/// The store of user space over the collections, with packets between its calls.
+/// The store of user space over the collections.
+pub(super) struct Plainly<'a, A>(pub(super) &'a mut Collections<A>);
+
+/// The same with packets between its calls.
 struct Busy<'a, A> {
     tables: &'a mut Collections<A>,
     before_take: Between<A>,
@@ -32,48 +35,87 @@ impl<A: TestFamily> Busy<'_, A> {
     }
 }
 
-impl<A: TestFamily> Store<A> for Busy<'_, A> {
+impl<A: TestFamily> Store<A> for Plainly<'_, A> {
     type Error = Infallible;
 
     fn backend_state(&mut self, id: u32) -> Result<u32, Infallible> {
-        Ok(self.tables.states.get(&id).copied().unwrap_or(0))
+        Ok(self.0.states.get(&id).copied().unwrap_or(0))
     }
     fn flow(&mut self, key: &FlowKey<A>) -> Result<Option<Flow<A>>, Infallible> {
-        Ok(self.tables.flows.get(key).copied())
+        Ok(self.0.flows.get(key).copied())
     }
     fn take_flow(&mut self, key: &FlowKey<A>) -> Result<Option<Flow<A>>, Infallible> {
-        self.interrupt();
-        Ok(self.tables.flows.remove(key))
+        Ok(self.0.flows.remove(key))
     }
     fn put_back_flow(&mut self, key: &FlowKey<A>, flow: &Flow<A>) -> Result<(), Infallible> {
-        self.tables.flows.entry(*key).or_insert(*flow);
+        self.0.flows.entry(*key).or_insert(*flow);
         Ok(())
     }
     fn reply(&mut self, key: &FlowKey<A>) -> Result<Option<FlowKey<A>>, Infallible> {
-        Ok(self.tables.replies.get(key).copied())
+        Ok(self.0.replies.get(key).copied())
     }
     fn take_reply(&mut self, key: &FlowKey<A>) -> Result<Option<FlowKey<A>>, Infallible> {
-        self.interrupt();
-        Ok(self.tables.replies.remove(key))
+        Ok(self.0.replies.remove(key))
     }
     fn put_back_reply(&mut self, key: &FlowKey<A>, owner: &FlowKey<A>) -> Result<(), Infallible> {
-        self.tables.replies.entry(*key).or_insert(*owner);
+        self.0.replies.entry(*key).or_insert(*owner);
         Ok(())
     }
     fn affinity(&mut self, key: &AffinityKey<A>) -> Result<Option<Affinity>, Infallible> {
-        Ok(self.tables.affinities.get(key).copied())
+        Ok(self.0.affinities.get(key).copied())
     }
     fn take_affinity(&mut self, key: &AffinityKey<A>) -> Result<Option<Affinity>, Infallible> {
-        self.interrupt();
-        Ok(self.tables.affinities.remove(key))
+        Ok(self.0.affinities.remove(key))
     }
     fn put_back_affinity(
         &mut self,
         key: &AffinityKey<A>,
         affinity: &Affinity,
     ) -> Result<(), Infallible> {
-        self.tables.affinities.entry(*key).or_insert(*affinity);
+        self.0.affinities.entry(*key).or_insert(*affinity);
         Ok(())
+    }
+}
+
+impl<A: TestFamily> Store<A> for Busy<'_, A> {
+    type Error = Infallible;
+
+    fn backend_state(&mut self, id: u32) -> Result<u32, Infallible> {
+        Plainly(self.tables).backend_state(id)
+    }
+    fn flow(&mut self, key: &FlowKey<A>) -> Result<Option<Flow<A>>, Infallible> {
+        Plainly(self.tables).flow(key)
+    }
+    fn take_flow(&mut self, key: &FlowKey<A>) -> Result<Option<Flow<A>>, Infallible> {
+        self.interrupt();
+        Plainly(self.tables).take_flow(key)
+    }
+    fn put_back_flow(&mut self, key: &FlowKey<A>, flow: &Flow<A>) -> Result<(), Infallible> {
+        Plainly(self.tables).put_back_flow(key, flow)
+    }
+    fn reply(&mut self, key: &FlowKey<A>) -> Result<Option<FlowKey<A>>, Infallible> {
+        Plainly(self.tables).reply(key)
+    }
+    fn take_reply(&mut self, key: &FlowKey<A>) -> Result<Option<FlowKey<A>>, Infallible> {
+        self.interrupt();
+        Plainly(self.tables).take_reply(key)
+    }
+    fn put_back_reply(&mut self, key: &FlowKey<A>, owner: &FlowKey<A>) -> Result<(), Infallible> {
+        Plainly(self.tables).put_back_reply(key, owner)
+    }
+    fn affinity(&mut self, key: &AffinityKey<A>) -> Result<Option<Affinity>, Infallible> {
+        Plainly(self.tables).affinity(key)
+    }
+    fn take_affinity(&mut self, key: &AffinityKey<A>) -> Result<Option<Affinity>, Infallible> {
+        self.interrupt();
+        Plainly(self.tables).take_affinity(key)
+    }
+    fn put_back_affinity(
+        &mut self,
+        key: &AffinityKey<A>,
+        affinity: &Affinity,
+    ) -> Result<(), Infallible> {
+        Plainly(self.tables).put_back_affinity(key, affinity)
     }
 }
 

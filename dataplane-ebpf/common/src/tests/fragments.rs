@@ -7,7 +7,7 @@ use crate::address::UDP;
 use crate::fragment::{Extent, LIFE_S, PARK_ALIVE_S, complete, park_mark};
 use crate::layout::Park;
 use crate::packet::{Action, FRAGMENT, LATER_FRAGMENT, Packet, WITH_PORTS};
-use crate::path::{Hook, open};
+use crate::path::{Hook, Scratch, open};
 use crate::reason::DropReason;
 use crate::{Port, V4, V6};
 
@@ -187,7 +187,7 @@ fn early_fragments_wait_go_on_or_are_dropped_by_name() {
             ..early
         };
         let act = |tables: &mut Collections<A>, hook, packet: &Packet<A>| {
-            let decision = open(tables, hook, packet);
+            let decision = open(tables, hook, packet, &mut Scratch::default());
             (decision.action, decision.reason)
         };
         let dropped = (Action::Drop, DropReason::EarlyFragment);

@@ -1,6 +1,6 @@
 //! [`Tables`] over ordinary collections, and addresses by number for both families.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 
 use crate::layout::{
     Affinity, AffinityKey, Backend, Datagram, ENDPOINT_NODE, ENDPOINT_READY, Endpoint, Flow,
@@ -8,7 +8,7 @@ use crate::layout::{
     Park, Range, SlotKey, backend_state,
 };
 use crate::packet::{Action, Decision, Packet};
-use crate::path::{self, Hook, LinkAddress};
+use crate::path::{self, Hook, LinkAddress, Scratch};
 use crate::reason::Event;
 use crate::tables::{Inserted, Tables};
 use crate::{Port, V4, V6};
@@ -59,6 +59,9 @@ impl TestFamily for V6 {
     }
 }
 
+/// As few as the flows of a history, so that a candidate is often found.
+const RECENT: u32 = 16;
+
 /// Pods 1 to 4 live on this node; higher numbers elsewhere.
 pub(super) const LOCAL_PODS: u8 = 4;
 
@@ -82,6 +85,10 @@ pub(super) struct Collections<A> {
     pub(super) affinities: HashMap<AffinityKey<A>, Affinity>,
     pub(super) datagrams: HashMap<FragmentKey<A>, Datagram>,
     pub(super) park: Park,
+    pub(super) recent: HashMap<u32, FlowKey<A>>,
+    pub(super) cursors: HashMap<u32, u32>,
+    /// Reply tuples that sockets of the node take.
+    pub(super) sockets: HashSet<FlowKey<A>>,
     pub(super) events: HashMap<Event, u64>,
 }
 
@@ -125,6 +132,9 @@ impl<A: TestFamily> Collections<A> {
             affinities: HashMap::new(),
             datagrams: HashMap::new(),
             park: Park::default(),
+            recent: HashMap::new(),
+            cursors: HashMap::new(),
+            sockets: HashSet::new(),
             events: HashMap::new(),
         }
     }
@@ -297,6 +307,21 @@ impl<A: TestFamily> Tables<A> for Collections<A> {
     fn remove_reply(&mut self, key: &FlowKey<A>) {
         self.replies.remove(key);
     }
+    fn recent(&mut self, place: u32) -> Option<&FlowKey<A>> {
+        self.recent.get(&(place % RECENT))
+    }
+    fn set_recent(&mut self, place: u32, key: &FlowKey<A>) {
+        self.recent.insert(place % RECENT, *key);
+    }
+    fn port_cursor(&mut self, index: u32) -> u32 {
+        self.cursors.get(&index).copied().unwrap_or(0)
+    }
+    fn set_port_cursor(&mut self, index: u32, cursor: u32) {
+        self.cursors.insert(index, cursor);
+    }
+    fn is_bound(&mut self, reply: &FlowKey<A>) -> bool {
+        self.sockets.contains(reply)
+    }
 }
 
 fn insert<K: Eq + std::hash::Hash, V>(
@@ -323,7 +348,7 @@ pub(super) fn from_pod<A: TestFamily>(
 ) -> Decision<A> {
     let decision = path::from_pod(tables, link, packet);
     if decision.action == Action::Open {
-        return path::open(tables, Hook::Pod, packet);
+        return path::open(tables, Hook::Pod, packet, &mut Scratch::default());
     }
     decision
 }
@@ -335,7 +360,7 @@ pub(super) fn from_network<A: TestFamily>(
 ) -> Decision<A> {
     let decision = path::from_network(tables, packet);
     if decision.action == Action::Open {
-        return path::open(tables, Hook::Network, packet);
+        return path::open(tables, Hook::Network, packet, &mut Scratch::default());
     }
     decision
 }

@@ -1,0 +1,260 @@
+//! Places for a new flow: its two entries, and the source port where translation chooses one.
+
+use crate::address::{Family, Port};
+use crate::layout::{FLOW_MASQUERADED, FLOW_PLAIN, Flow, FlowKey};
+use crate::packet::Packet;
+use crate::path::Translated;
+use crate::ports::{BLOCK, Ports, Tier};
+use crate::reason::{DropReason, Event};
+use crate::tables::{Inserted, Tables};
+use crate::{PORT_CURSORS, RECENT_FLOWS};
+
+/// How many recent flows are looked at for one that may make room.
+const ROOM_ATTEMPTS: u32 = 4;
+
+/// Room for the values of [`enter`], which are more than the stack of a program holds.
+#[repr(C)]
+#[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
+pub struct Scratch<A> {
+    /// The flow in the making, and its key.
+    pub(crate) key: FlowKey<A>,
+    pub(crate) flow: Flow<A>,
+    reply: FlowKey<A>,
+    other: FlowKey<A>,
+}
+
+/// Enters both halves: first the reply, which finds collisions, then the record. Never leaves one without the other.
+#[inline(always)]
+pub(crate) fn enter<A: Family, T: Tables<A>>(
+    tables: &mut T,
+    scratch: &mut Scratch<A>,
+    packet: &Packet<A>,
+) -> Translated<A> {
+    let mut place = tables.random() % RECENT_FLOWS;
+    let mut inserted = claim_reply(tables, scratch);
+    if inserted == Inserted::Full && make_room(tables, scratch, &mut place) {
+        scratch.reply = scratch.flow.reply_key();
+        inserted = tables.insert_reply(&scratch.reply, &scratch.key);
+    }
+    match inserted {
+        Inserted::Done => {}
+        Inserted::Full => return Translated::drop(packet, DropReason::FlowTableFull),
+        Inserted::Exists => return Translated::drop(packet, DropReason::SourcePortsExhausted),
+    }
+    inserted = tables.insert_flow(&scratch.key, &scratch.flow);
+    if inserted == Inserted::Full && make_room(tables, scratch, &mut place) {
+        inserted = tables.insert_flow(&scratch.key, &scratch.flow);
+    }
+    match inserted {
+        Inserted::Done => {
+            tables.count(Event::FlowCreated);
+            tables.set_recent(place, &scratch.key);
+            Translated::forward(packet, &scratch.flow)
+        }
+        Inserted::Full => {
+            scratch.reply = scratch.flow.reply_key();
+            tables.remove_reply(&scratch.reply);
+            Translated::drop(packet, DropReason::FlowTableFull)
+        }
+        Inserted::Exists => {
+            // Another CPU was first with a packet of the same flow: its record counts.
+            scratch.reply = scratch.flow.reply_key();
+            let now_s = scratch.flow.client_seen_s;
+            let (theirs, same) = match tables.flow(&scratch.key) {
+                Some(other) => {
+                    other.note_client(packet.tcp_flags, now_s);
+                    (
+                        Translated::forward(packet, other),
+                        other.is_answered_by(&scratch.reply),
+                    )
+                }
+                None => (Translated::drop(packet, DropReason::BackendMissing), false),
+            };
+            if !same {
+                tables.remove_reply(&scratch.reply);
+            }
+            theirs
+        }
+    }
+}
+
+/// Removes a recent flow that carries no conversation, so that a flood of half-open connections displaces itself and
+/// nothing else. Leaves its place among the recent ones in `place`: the new flow takes that, and the number of those
+/// that can be displaced stays as it is.
+#[inline(always)]
+fn make_room<A: Family, T: Tables<A>>(
+    tables: &mut T,
+    scratch: &mut Scratch<A>,
+    place: &mut u32,
+) -> bool {
+    let mut attempt = 0;
+    while attempt < ROOM_ATTEMPTS {
+        attempt += 1;
+        let candidate = tables.random() % RECENT_FLOWS;
+        match tables.recent(candidate) {
+            Some(key) => scratch.other = *key,
+            None => continue,
+        }
+        match tables.flow(&scratch.other) {
+            Some(flow) if flow.is_disposable() => scratch.reply = flow.reply_key(),
+            _ => continue,
+        }
+        let own = match tables.reply(&scratch.reply) {
+            Some(owner) => *owner == scratch.other,
+            None => false,
+        };
+        if own {
+            tables.remove_reply(&scratch.reply);
+        }
+        tables.remove_flow(&scratch.other);
+        tables.count(Event::FlowDisplaced);
+        *place = candidate;
+        return true;
+    }
+    false
+}
+
+/// Claims a reply tuple for the flow, with another source port when a living flow has the one it asks for: what it
+/// asked for last exists when none was found.
+#[inline(always)]
+fn claim_reply<A: Family, T: Tables<A>>(tables: &mut T, scratch: &mut Scratch<A>) -> Inserted {
+    // A flow keeps its source port, unless its source became the node's address: there one has to be chosen.
+    if scratch.flow.flags & FLOW_MASQUERADED == 0 {
+        scratch.reply = scratch.flow.reply_key();
+        let mut inserted = Inserted::Exists;
+        if !asked_by_other(tables, scratch) {
+            inserted = tables.insert_reply(&scratch.reply, &scratch.key);
+            if inserted == Inserted::Exists && release_if_dead(tables, scratch, false) {
+                inserted = tables.insert_reply(&scratch.reply, &scratch.key);
+            }
+        }
+        if inserted != Inserted::Exists {
+            return inserted;
+        }
+        tables.count(Event::SourcePortChanged);
+        scratch.flow.flags &= !FLOW_PLAIN;
+    }
+    let mut inserted = claim_port(tables, scratch, Tier::Preferred);
+    if inserted == Inserted::Exists {
+        inserted = claim_port(tables, scratch, Tier::Shared);
+    }
+    // Ports are scarce: that of a flow which is as good as over will do.
+    if inserted == Inserted::Exists
+        && tables.reply(&scratch.reply).is_some()
+        && release_if_dead(tables, scratch, true)
+    {
+        inserted = tables.insert_reply(&scratch.reply, &scratch.key);
+    }
+    inserted
+}
+
+/// True when the answers to a translated flow would be taken for questions: the other end has a flow of its own with
+/// this tuple. One without a conversation, such as a late answer makes, gives way.
+#[inline(always)]
+fn asked_by_other<A: Family, T: Tables<A>>(tables: &mut T, scratch: &mut Scratch<A>) -> bool {
+    if scratch.flow.flags & FLOW_PLAIN != 0 {
+        return false;
+    }
+    match tables.flow(&scratch.reply) {
+        Some(flow) if !flow.is_disposable() => return true,
+        Some(flow) => scratch.other = flow.reply_key(),
+        None => return false,
+    }
+    let own = match tables.reply(&scratch.other) {
+        Some(owner) => *owner == scratch.reply,
+        None => false,
+    };
+    if own {
+        tables.remove_reply(&scratch.other);
+    }
+    tables.remove_flow(&scratch.reply);
+    tables.count(Event::FlowDisplaced);
+    false
+}
+
+/// Claims one of the next ports of a tier.
+#[inline(always)]
+fn claim_port<A: Family, T: Tables<A>>(
+    tables: &mut T,
+    scratch: &mut Scratch<A>,
+    tier: Tier,
+) -> Inserted {
+    let index = destination_hash(&scratch.flow) % (PORT_CURSORS / 2) * 2 + tier as u32;
+    let mut cursor = tables.port_cursor(index);
+    if cursor == 0 {
+        cursor = tables.random();
+    }
+    cursor = cursor.wrapping_add(1);
+    let ports = match tables.node() {
+        Some(node) => Ports::of(node),
+        None => Ports::default(),
+    };
+    let first = ports.block(tier, cursor / BLOCK);
+    if first == 0 {
+        return Inserted::Exists;
+    }
+    let masqueraded = scratch.flow.flags & FLOW_MASQUERADED != 0;
+    let mut attempt = 0;
+    while attempt < BLOCK {
+        let number = cursor.wrapping_add(attempt);
+        attempt += 1;
+        scratch.flow.source_port = Port::new(((first + number % BLOCK) & 0xffff) as u16);
+        scratch.reply = scratch.flow.reply_key();
+        if tables.flow(&scratch.reply).is_some() || masqueraded && tables.is_bound(&scratch.reply) {
+            continue;
+        }
+        let inserted = tables.insert_reply(&scratch.reply, &scratch.key);
+        if inserted != Inserted::Exists {
+            tables.set_port_cursor(index, number);
+            return inserted;
+        }
+    }
+    tables.set_port_cursor(index, cursor.wrapping_add(BLOCK));
+    Inserted::Exists
+}
+
+/// Flows to one destination share a cursor among the ports, so that each finds the first one that it tries free until
+/// all have been used once (RFC 6056, section 3.3.4).
+#[inline(always)]
+fn destination_hash<A: Family>(flow: &Flow<A>) -> u32 {
+    let destination = FlowKey {
+        source: flow.backend,
+        destination: flow.backend,
+        source_port: flow.backend_port,
+        destination_port: flow.backend_port,
+        protocol: flow.protocol,
+    };
+    destination.hash()
+}
+
+/// Removes the reply entry in `scratch` if its flow is over, belongs to another tuple, or is missing. True when it was
+/// removed. `pressure` as for [`Flow::is_expired`]: ports are scarce.
+#[inline(always)]
+fn release_if_dead<A: Family, T: Tables<A>>(
+    tables: &mut T,
+    scratch: &mut Scratch<A>,
+    pressure: bool,
+) -> bool {
+    let now_s = scratch.flow.client_seen_s;
+    match tables.reply(&scratch.reply) {
+        Some(owner) => scratch.other = *owner,
+        None => return true,
+    }
+    let (own, expired) = match tables.flow(&scratch.other) {
+        Some(flow) => (
+            flow.is_answered_by(&scratch.reply),
+            flow.is_expired(now_s, pressure),
+        ),
+        None => (false, false),
+    };
+    if own && !expired {
+        return false;
+    }
+    tables.remove_reply(&scratch.reply);
+    if own {
+        tables.remove_flow(&scratch.other);
+    } else {
+        tables.count(Event::FlowHealed);
+    }
+    true
+}
