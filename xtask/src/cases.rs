@@ -34,6 +34,9 @@ pub(crate) struct Cases {
     /// Service cases: also write the results to this file, as JSON.
     #[arg(long)]
     json: Option<PathBuf>,
+    /// Service cases: translate at the socket what pods and nodes send, instead of each packet.
+    #[arg(long)]
+    sockets: bool,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -76,6 +79,9 @@ pub(crate) fn run(repo: &Repo, cases: &Cases) -> Result<bool> {
             }
             if let Some(json) = &cases.json {
                 command.arg("--json").arg(json);
+            }
+            if cases.sockets {
+                command.arg("--sockets");
             }
         }
     }

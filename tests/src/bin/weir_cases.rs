@@ -78,6 +78,9 @@ enum Kind {
         /// Also write the results to this file.
         #[arg(long)]
         json: Option<PathBuf>,
+        /// Translate at the socket what pods and nodes send, instead of each packet.
+        #[arg(long)]
+        sockets: bool,
     },
     /// Serves and probes on command inside a network namespace (the runner starts it).
     #[command(hide = true)]
@@ -118,10 +121,15 @@ fn main() -> anyhow::Result<ExitCode> {
             slow,
             jobs,
             json,
+            sockets,
         } => {
             let on = match (model, agent, cni) {
                 (false, Some(agent), Some(cni)) => {
-                    service::On::Kernel(service::Binaries { agent, cni })
+                    service::On::Kernel(service::Binaries {
+                        agent,
+                        cni,
+                        sockets,
+                    })
                 }
                 _ => service::On::Model { seed },
             };

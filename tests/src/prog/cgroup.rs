@@ -1,51 +1,63 @@
-//! A cgroup of a test's own, which single threads join: socket hooks on it see nobody else's sockets.
+//! A cgroup of a test's own, for threads or processes: socket hooks on it see nobody else's sockets.
 
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
-use nix::mount::{MsFlags, mount};
 
-/// A threaded cgroup below the process's own. Removed when dropped, on a thread that has joined it or any other.
+static NEXT: AtomicU32 = AtomicU32::new(0);
+
+/// A cgroup below the process's own. Removed when dropped, from where the last of its members must have gone.
 #[derive(Debug)]
 pub struct Cgroup {
     path: PathBuf,
     parent: PathBuf,
-    mount: tempfile::TempDir,
+    threaded: bool,
 }
 
 impl Cgroup {
-    /// Mounts the cgroup v2 hierarchy, which needs a mount namespace of the caller's own, and makes a cgroup.
+    /// A cgroup for single threads.
     ///
     /// # Errors
     /// Says which part could not be made.
     pub fn new() -> Result<Self> {
-        let directory = tempfile::tempdir().context("a folder for cgroups")?;
-        let none = None::<&str>;
-        mount(
-            Some("cgroup2"),
-            directory.path(),
-            Some("cgroup2"),
-            MsFlags::empty(),
-            none,
-        )
-        .context("mount the cgroup v2 hierarchy")?;
+        let mut cgroup = Self::for_processes()?;
+        std::fs::write(cgroup.path.join("cgroup.type"), "threaded")
+            .context("let single threads join")?;
+        cgroup.threaded = true;
+        Ok(cgroup)
+    }
+
+    /// A cgroup for whole processes.
+    ///
+    /// # Errors
+    /// Says which part could not be made.
+    pub fn for_processes() -> Result<Self> {
         let own = std::fs::read_to_string("/proc/self/cgroup")?;
         let own = own
             .lines()
             .find_map(|line| line.strip_prefix("0::/"))
             .context("a place in the cgroup v2 hierarchy")?;
-        let parent = directory.path().join(own);
-        let name = format!("weir-test-{}-{}", std::process::id(), nix::unistd::gettid());
-        let path = parent.join(name);
+        let parent = hierarchy()?.join(own);
+        let number = NEXT.fetch_add(1, Ordering::Relaxed);
+        let path = parent.join(format!("weir-test-{}-{number}", std::process::id()));
         std::fs::create_dir(&path).with_context(|| format!("create {}", path.display()))?;
-        let cgroup = Self {
+        Ok(Self {
             path,
             parent,
-            mount: directory,
-        };
-        std::fs::write(cgroup.path.join("cgroup.type"), "threaded")
-            .context("let single threads join")?;
-        Ok(cgroup)
+            threaded: false,
+        })
+    }
+
+    /// Moves a process in.
+    ///
+    /// # Errors
+    /// When the kernel refuses.
+    pub fn admit(&self, process: u32) -> Result<()> {
+        let members = self.path.join("cgroup.procs");
+        std::fs::write(&members, process.to_string())
+            .with_context(|| format!("write {}", members.display()))
     }
 
     #[must_use]
@@ -76,11 +88,28 @@ fn enter(path: &Path) -> Result<()> {
         .with_context(|| format!("join {}", path.display()))
 }
 
+/// Where the cgroup v2 hierarchy is mounted.
+fn hierarchy() -> Result<PathBuf> {
+    let mounts = std::fs::read_to_string("/proc/self/mounts").context("read the mounts")?;
+    let found = mounts.lines().find_map(|line| {
+        let mut words = line.split(' ');
+        let (_, path, kind) = (words.next()?, words.next()?, words.next()?);
+        (kind == "cgroup2").then(|| PathBuf::from(path))
+    });
+    found.context("no cgroup v2 hierarchy is mounted")
+}
+
 impl Drop for Cgroup {
     fn drop(&mut self) {
+        const ENDED_WITHIN: Duration = Duration::from_secs(2);
         // Clean-up goes on whatever one step says.
-        let _left = self.leave();
-        let _removed = std::fs::remove_dir(&self.path);
-        let _unmounted = nix::mount::umount2(self.mount.path(), nix::mount::MntFlags::MNT_DETACH);
+        if self.threaded {
+            let _left = self.leave();
+        }
+        // A process that has ended leaves a little later than it is reaped.
+        let deadline = Instant::now() + ENDED_WITHIN;
+        while std::fs::remove_dir(&self.path).is_err() && Instant::now() < deadline {
+            std::thread::sleep(Duration::from_millis(5));
+        }
     }
 }

@@ -14,6 +14,7 @@ use super::node::Node;
 use super::pod::Pod;
 use super::world::{self, CaseFile, ExternalSpec, Listen, PodSpec, Segment, V4_PREFIX, V6_PREFIX};
 use crate::actor::command::Command;
+use crate::prog::cgroup::Cgroup;
 use crate::topology::Namespace;
 
 /// The control side's own link to the router: nodes reach it by their default route.
@@ -26,6 +27,8 @@ const FEED_PORT: u16 = 6444;
 pub struct Binaries {
     pub agent: PathBuf,
     pub cni: PathBuf,
+    /// Also translate at the socket what pods and nodes send.
+    pub sockets: bool,
 }
 
 #[derive(Debug)]
@@ -59,6 +62,8 @@ pub(super) struct Cluster {
     _control_namespace: Arc<Namespace>,
     pub(super) segments: Vec<Segment>,
     pub(super) binaries: Binaries,
+    /// What socket hooks are attached to, with all processes of pods and nodes; none leaves them out.
+    pub(super) cgroup: Option<Cgroup>,
     pub(super) folder: tempfile::TempDir,
     pub(super) next_container: u32,
     /// Section of every agent's configuration that the case's options make.
@@ -104,6 +109,16 @@ pub(super) fn add_address(namespace: &Namespace, address: &str, link: &str) -> R
 }
 
 impl Cluster {
+    /// Lets socket hooks see a process of a pod or a node.
+    ///
+    /// # Errors
+    /// When it cannot be moved.
+    pub(super) fn admit(&self, actor: &Handle) -> Result<()> {
+        self.cgroup
+            .as_ref()
+            .map_or(Ok(()), |cgroup| cgroup.admit(actor.process()))
+    }
+
     /// Builds namespaces, control side, externals, joined nodes and their pods.
     ///
     /// # Errors
@@ -128,6 +143,7 @@ impl Cluster {
             _control_namespace: control_namespace,
             segments,
             binaries: binaries.clone(),
+            cgroup: binaries.sockets.then(Cgroup::for_processes).transpose()?,
             folder,
             next_container: 0,
             options: String::new(),

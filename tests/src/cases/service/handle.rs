@@ -75,6 +75,12 @@ impl Handle {
         })
     }
 
+    /// Its process id.
+    #[must_use]
+    pub(super) fn process(&self) -> u32 {
+        self.child.id()
+    }
+
     /// Sends a command and waits for its reply, at most `limit` plus slack.
     ///
     /// # Errors

@@ -47,6 +47,8 @@ const AGENT_OPTIONS: &[(&str, &str)] = &[
     ("xdp", "xdp"),
     ("algorithm", "algorithm"),
     ("masquerade_except", "masquerade_except"),
+    ("cgroup", "cgroup"),
+    ("socket_translation", "socket_translation"),
 ];
 
 /// The section `[dataplane]` for a case's options; empty when there are none.
@@ -100,6 +102,7 @@ impl Cluster {
         )
         .with_context(|| format!("mount a bpffs at {}", bpf.display()))?;
         let actor = Handle::start(&namespace, &folder.join("actor.log"))?;
+        self.admit(&actor)?;
         let node = Node {
             spec: spec.clone(),
             number,
@@ -112,7 +115,12 @@ impl Cluster {
             agent: None,
             joined: false,
         };
-        self.options = dataplane_section(&case.agent)?;
+        let mut options = case.agent.clone();
+        match &self.cgroup {
+            Some(cgroup) => options.insert("cgroup".into(), json!(cgroup.path())),
+            None => options.insert("socket_translation".into(), json!(false)),
+        };
+        self.options = dataplane_section(&options)?;
         self.write_config(&node)?;
         self.nodes.insert(spec.name.clone(), node);
         Ok(())

@@ -50,6 +50,7 @@ impl Cluster {
             let actor = Handle::start(&namespace, &self.actor_log())?;
             (Some(namespace), ips, actor)
         };
+        self.admit(&actor)?;
         listen(&actor, &spec.listen, &spec.key())?;
         let pod = Pod {
             spec: spec.clone(),
