@@ -83,8 +83,8 @@ pub struct Dataplane {
     /// "snat" (backends on other nodes see this node's address and answer through it) or "dsr" (they answer clients
     /// outside directly).
     pub node_port_mode: NodePortMode,
-    /// Handle packets to node ports, balancer and external addresses as soon as an uplink receives them, where its
-    /// driver can.
+    /// Lead packets to node ports, balancer and external addresses on to other nodes as soon as an uplink receives them
+    /// (XDP), where its driver can. Off unless asked for: many drivers interrupt their link to take a program.
     pub xdp: bool,
     /// "random", or "maglev": clients outside are led to the same backend by whatever node they come in.
     pub algorithm: Algorithm,
@@ -107,7 +107,7 @@ impl Default for Dataplane {
         Self {
             node_port_addresses: Vec::new(),
             node_port_mode: NodePortMode::Snat,
-            xdp: true,
+            xdp: false,
             algorithm: Algorithm::Random,
             masquerade: true,
             masquerade_except: Vec::new(),

@@ -5,6 +5,7 @@
 #![no_main]
 
 mod act;
+mod driver;
 mod icmp;
 mod maps;
 mod packet;

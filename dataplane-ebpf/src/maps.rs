@@ -34,7 +34,11 @@ const MAGLEV_BLOCKS: u32 = 262_144;
 /// Datagrams in fragments that may be on their way at one time; the oldest is forgotten.
 const FRAGMENTS: u32 = 2_048;
 const LINKS: u32 = 1_024;
+const DRIVERS: u32 = 64;
 
+/// Uplinks whose driver runs the program for it.
+#[map(name = "driver_links")]
+static DRIVER_LINKS: HashMap<u32, u32> = HashMap::pinned(DRIVERS, BPF_F_NO_PREALLOC);
 #[map(name = "links")]
 static LINK_TABLE: HashMap<u32, Link> = HashMap::pinned(LINKS, BPF_F_NO_PREALLOC);
 /// Programs that are called at the end of another: see [`dataplane_common::tail`].
@@ -431,6 +435,13 @@ family_maps!(
     RECENT = "recent_v6",
     CURSOR = "cursors_v6"
 );
+
+/// True when the link's driver can send what another driver hands to it.
+#[inline(always)]
+pub(crate) fn has_driver_program(ifindex: u32) -> bool {
+    // SAFETY: the value is not looked at.
+    unsafe { DRIVER_LINKS.get(&ifindex) }.is_some()
+}
 
 /// What is known of the link with this index.
 #[inline(always)]

@@ -7,9 +7,13 @@ mod messages;
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
+use weir_agent::compile::routes::Path as RoutePath;
 use weir_agent::kernel::{Limits, PodPrograms, Program};
+use weir_agent::netlink::Netlink;
 use weir_tests::prog::packet::{ACK, FIN, Packet, RST, SYN, TCP, UDP};
-use weir_tests::prog::world::{NODE_V4, NODE_V6, POD_A, POD_B, POD_FAR, PROTOCOLS, World, unable};
+use weir_tests::prog::world::{
+    NODE_V4, NODE_V6, PEER_MAC, PEER_V4, PEER_V6, POD_A, POD_B, POD_FAR, PROTOCOLS, World, unable,
+};
 
 /// Verdicts of the programs.
 const PASS: i32 = -1;
@@ -592,6 +596,149 @@ fn costs_are_printed() {
             f.vip, result.duration
         );
         println!("verified instructions: {:?}", world.kernel.program_sizes());
+        Ok(())
+    });
+}
+
+/// Verdicts of the drivers' program.
+const XDP_PASS: i32 = 2;
+const XDP_TX: i32 = 3;
+
+/// A client outside the cluster, behind the other node.
+fn outside(world: &World, f: Family) -> Result<&'static str> {
+    let (client, range, gateway) = if f.vip.contains(':') {
+        ("2001:db8:51::9", "2001:db8:51::/64", PEER_V6)
+    } else {
+        ("198.51.100.9", "198.51.100.0/24", PEER_V4)
+    };
+    let path = RoutePath::Via {
+        gateway: gateway.parse()?,
+        link: world.uplink,
+        source: None,
+    };
+    Netlink::open()?.add_route(range.parse()?, path)?;
+    Ok(client)
+}
+
+/// Runs the drivers' program, and expects the frame to go on as it is.
+fn left_alone(world: &World, packet: &Packet, why: &str) -> Result<()> {
+    let frame = packet.to_bytes();
+    let result = world.kernel.test_run_driver(&frame, world.uplink, 1)?;
+    ensure!(
+        result.verdict == XDP_PASS && result.packet == frame,
+        "{why}: verdict {}",
+        result.verdict
+    );
+    Ok(())
+}
+
+/// Runs the drivers' program, and expects the frame to leave for the other node.
+fn sent_on(world: &World, packet: &Packet) -> Result<Packet> {
+    let result = world
+        .kernel
+        .test_run_driver(&packet.to_bytes(), world.uplink, 1)?;
+    ensure!(result.verdict == XDP_TX, "verdict {}", result.verdict);
+    ensure!(
+        result.packet[..6] == PEER_MAC,
+        "sent to {:x?}",
+        &result.packet[..6]
+    );
+    Packet::from_bytes(&result.packet).context("the packet that came out")
+}
+
+#[test]
+fn drivers_lead_known_flows_on_as_the_ingress_hook_does() {
+    each(|world, f, protocol| {
+        let client = outside(world, f)?;
+        world.serve(f.vip, &[f.far])?;
+        let request = Packet::new(protocol, &at(client, 40_000), &at(f.vip, 80));
+        left_alone(world, &request, "there is no flow yet")?;
+        let (verdict, opened) = run(world, Program::FromNetwork, &request, world.uplink)?;
+        ensure!(verdict == REDIRECT, "verdict {verdict}");
+        let sent = sent_on(world, &request)?;
+        ensure!(
+            (sent.source, sent.destination) == (opened.source, opened.destination),
+            "{} -> {}, by the hook {} -> {}",
+            sent.source,
+            sent.destination,
+            opened.source,
+            opened.destination
+        );
+        ensure!(sent.destination.to_string() == at(f.far, 8080));
+        ensure!(sent.payload == request.payload);
+        let back = sent_on(world, &sent.answer())?;
+        ensure!(
+            back.source.to_string() == at(f.vip, 80),
+            "from {}",
+            back.source
+        );
+        ensure!(
+            back.destination.to_string() == at(client, 40_000),
+            "to {}",
+            back.destination
+        );
+        ensure!(world.counter("forwarded_at_driver")? == 2);
+        Ok(())
+    });
+}
+
+#[test]
+fn drivers_leave_everything_else_to_the_ingress_hook() {
+    each(|world, f, protocol| {
+        let client = outside(world, f)?;
+        let request = Packet::new(protocol, &at(client, 40_000), &at(f.vip, 80));
+        // To a pod of this node, and its answer's direction.
+        world.serve(f.vip, &[f.a])?;
+        run(world, Program::FromNetwork, &request, world.uplink)?;
+        left_alone(world, &request, "the backend is on this node")?;
+        // A pod's own connection comes back.
+        let asked = Packet::new(protocol, &at(f.b, 40_000), &at(f.far, 8080));
+        run(world, Program::FromPod, &asked, world.b.link.ifindex)?;
+        left_alone(world, &asked.answer(), "the client is on this node")?;
+        // A backend that has gone, and a service without any.
+        let other = Packet::new(protocol, &at(client, 40_001), &at(f.other_vip, 80));
+        world.serve(f.other_vip, &[f.far])?;
+        run(world, Program::FromNetwork, &other, world.uplink)?;
+        sent_on(world, &other)?;
+        if protocol == UDP {
+            world.serve(f.other_vip, &[])?;
+            left_alone(world, &other, "the backend has gone")?;
+        }
+        // Frames that are cut short.
+        for length in [14, 33, 40] {
+            let mut frame = other.to_bytes();
+            frame.truncate(length);
+            let result = world.kernel.test_run_driver(&frame, world.uplink, 1)?;
+            ensure!(result.verdict == XDP_PASS && result.packet == frame);
+        }
+        Ok(())
+    });
+}
+
+#[test]
+fn drivers_take_and_lose_their_program() {
+    each(|world, _, _| {
+        let pin = world
+            .bpffs
+            .join(format!("weir/v{}/links", dataplane_common::ABI_VERSION))
+            .join(format!("driver-{}", world.uplink));
+        for _ in 0..2 {
+            world.kernel.attach_driver("uplink")?;
+            ensure!(pin.exists());
+            world.restart(LIMITS)?;
+        }
+        world.kernel.attach_driver("uplink")?;
+        world.kernel.keep_drivers(&[world.uplink])?;
+        ensure!(pin.exists());
+        world.kernel.keep_drivers(&[])?;
+        ensure!(!pin.exists());
+        // The loopback device's driver runs no programs.
+        let error = world
+            .kernel
+            .attach_driver("lo")
+            .err()
+            .context("lo took it")?;
+        ensure!(error.to_string().contains("does not take"), "{error}");
         Ok(())
     });
 }

@@ -177,6 +177,51 @@ fn datagrams_lead_to_backends_and_come_from_the_service() {
 }
 
 #[test]
+fn one_socket_may_speak_to_many_services() {
+    const MANY: u8 = 100;
+    cluster(|c| {
+        let vip = |number: u8| format!("10.96.1.{number}");
+        for number in 1..=MANY {
+            let pod = if number % 2 == 0 { &c.b } else { &c.far };
+            weir_tests::prog::world::serve(&mut c.nodes.desired, &vip(number), &[&pod.v4]);
+        }
+        c.nodes.apply()?;
+        inside(&c.a.netns, || {
+            let socket = UdpSocket::bind("0.0.0.0:0")?;
+            for round in 0..2 {
+                for number in 1..=MANY {
+                    let to = at(&vip(number));
+                    let expected = if number % 2 == 0 { "b" } else { "far" };
+                    let answer =
+                        ask(&socket, to).with_context(|| format!("round {round}, {to}"))?;
+                    ensure!(answer == (expected.into(), to), "{to}: {answer:?}");
+                }
+            }
+            Ok(())
+        })?;
+        ensure!(c.counter("passed_ambiguous")? > 0);
+        ensure!(c.nodes.nodes[0].kernel.socket_entries()? == 0);
+        Ok(())
+    });
+}
+
+#[test]
+fn a_socket_may_speak_to_a_pod_and_to_its_service() {
+    cluster(|c| {
+        c.nodes.serve(VIPS[0], &[&c.far.v4])?;
+        let pod = SocketAddr::new(c.far.v4.parse()?, weir_tests::prog::nodes::SERVER_PORT);
+        inside(&c.a.netns, || {
+            let socket = UdpSocket::bind("0.0.0.0:0")?;
+            for to in [at(VIPS[0]), pod, at(VIPS[0]), pod] {
+                let answer = ask(&socket, to)?;
+                ensure!(answer == ("far".into(), to), "{to}: {answer:?}");
+            }
+            Ok(())
+        })
+    });
+}
+
+#[test]
 fn datagrams_follow_the_service() {
     cluster(|c| {
         inside(&c.a.netns.try_clone()?, || {

@@ -1,7 +1,7 @@
 //! What every pod of the node relies on: sysctls, the host link, the overlay's device, programs on host link and uplinks.
 //! Made at start, and made again when somebody takes it away.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::net::IpAddr;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -109,6 +109,26 @@ impl Base {
         Ok(surroundings(state, &self.config.node_name, &own, &choices))
     }
 
+    /// Gives an uplink's driver its program, where the configuration asks for it and the driver can.
+    fn accelerate(&self, uplink: &str, pair: bool) {
+        if !self.config.dataplane.xdp {
+            return;
+        }
+        if pair {
+            // Its packets come with checksums that are still to be completed, and its other end takes frames back only
+            // where it receives by polling.
+            tracing::info!(
+                uplink,
+                "no XDP program: the uplink is one end of a veth pair"
+            );
+            return;
+        }
+        match self.kernel.attach_driver(uplink) {
+            Ok(()) => tracing::info!(uplink, "the driver has its XDP program"),
+            Err(reason) => tracing::info!(uplink, %reason, "no XDP program"),
+        }
+    }
+
     /// Compares what is with what was put in place, and repairs. Cheap when nothing changed.
     pub(super) fn restore(&self, netlink: &mut Netlink) -> Result<Links> {
         base::set_sysctls(&self.config.uplinks)?;
@@ -120,11 +140,13 @@ impl Base {
             uplinks: BTreeMap::new(),
         };
         let mut uplink_mtu = None;
+        let mut pairs = BTreeSet::new();
         for uplink in &self.config.uplinks {
             // An uplink that is gone gets its program when it comes back; the others work on.
             if let Some(link) = netlink.link(uplink)? {
                 uplink_mtu = Some(uplink_mtu.map_or(link.mtu, |least: u32| least.min(link.mtu)));
                 now.uplinks.insert(uplink.clone(), link.index);
+                pairs.extend(link.veth.then_some(link.index));
             }
         }
         let mut attached = self.attached.lock().unwrap_or_else(PoisonError::into_inner);
@@ -140,9 +162,15 @@ impl Base {
         if now.park_link != attached.park_link {
             self.kernel.attach_park_link(&park_link.near.name)?;
         }
+        if now.uplinks != attached.uplinks {
+            let can = |index: &&u32| self.config.dataplane.xdp && !pairs.contains(*index);
+            let kept: Vec<u32> = now.uplinks.values().filter(can).copied().collect();
+            self.kernel.keep_drivers(&kept)?;
+        }
         for (uplink, index) in &now.uplinks {
             if attached.uplinks.get(uplink) != Some(index) {
                 self.kernel.attach_uplink(uplink)?;
+                self.accelerate(uplink, pairs.contains(index));
             }
         }
         if *attached != Attached::default() && *attached != now {

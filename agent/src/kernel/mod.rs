@@ -3,10 +3,10 @@
 //! [`Kernel`] is the door: it loads the embedded object, adopts what an earlier agent pinned, and makes the maps equal
 //! to the desired state. What the entries should be is decided in `compile`, the order of changes in `plan`.
 
-#[allow(unsafe_code, reason = "links to cgroups by system call")]
-mod cgroup;
 mod collect;
 mod limits;
+#[allow(unsafe_code, reason = "links to cgroups and drivers by system call")]
+mod link;
 #[allow(unsafe_code, reason = "socket addresses of packet sockets")]
 mod packet_socket;
 mod park;
@@ -28,11 +28,11 @@ use crate::compile::services::{Frontend, Owner, Refusal};
 pub use crate::compile::services::{HostPort, NodeIdentity, ServiceOptions};
 use crate::compile::surroundings::Surroundings;
 use crate::plan::services::{FrontendEntry, PresentBackend};
-pub use cgroup::namespace_cookie;
 pub use limits::Limits;
+pub use link::namespace_cookie;
 pub use packet_socket::PacketSocket;
 pub use park::DatagramId;
-pub use programs::{Program, SocketError, SocketHook, TestRun, default_cgroup};
+pub use programs::{DriverError, Program, SocketError, SocketHook, TestRun, default_cgroup};
 
 use collect::Collector;
 use park::Parking;
@@ -314,6 +314,36 @@ impl Kernel {
     /// [`KernelError`] when a hook or what is known of sockets cannot be removed.
     pub fn detach_sockets(&self) -> Result<(), KernelError> {
         lock(&self.programs).detach_sockets()
+    }
+
+    /// Gives an uplink's driver the program that leads packets of known flows on to other machines. Safe to repeat.
+    ///
+    /// # Errors
+    /// [`DriverError`] says why not; then the driver has none, and the uplink's ingress hook does the work.
+    pub fn attach_driver(&self, name: &str) -> Result<(), DriverError> {
+        lock(&self.programs).attach_driver(name)
+    }
+
+    /// Takes that program from every driver but those of these links, also where an earlier agent gave it.
+    ///
+    /// # Errors
+    /// [`KernelError`] when a program cannot be taken away.
+    pub fn keep_drivers(&self, kept: &[u32]) -> Result<(), KernelError> {
+        lock(&self.programs).keep_drivers(kept)
+    }
+
+    /// Runs the drivers' program on a frame without sending it (`BPF_PROG_TEST_RUN`, Linux 5.15 or newer). The frame
+    /// counts as received on `ifindex`. The verdict is an `XDP_*`.
+    ///
+    /// # Errors
+    /// [`KernelError`] when the kernel cannot run it.
+    pub fn test_run_driver(
+        &self,
+        frame: &[u8],
+        ifindex: u32,
+        repeat: u32,
+    ) -> Result<TestRun, KernelError> {
+        lock(&self.programs).test_run_driver(frame, ifindex, repeat)
     }
 
     /// How many entries the socket hooks hold for living sockets.

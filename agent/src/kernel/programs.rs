@@ -1,6 +1,7 @@
 //! The programs: loading, pins, and runs on given packets. Attachment is in [`attach`].
 
 mod attach;
+mod driver;
 mod pins;
 mod sockets;
 
@@ -25,6 +26,7 @@ use super::{KernelError, Limits, ProgramSize};
 use crate::compile::services::Family;
 use crate::compile::surroundings::Surroundings;
 
+pub use driver::DriverError;
 use pins::Pins;
 pub(super) use pins::cleanup;
 use sockets::SocketMaps;
@@ -150,6 +152,8 @@ pub(super) struct Programs {
     node_v4: Table<u32, Node<V4>>,
     node_v6: Table<u32, Node<V6>>,
     sockets: SocketMaps,
+    /// Uplinks whose driver has its program; the value says nothing.
+    drivers: Table<u32, u32>,
     ranges_v4: Table<RangeKey<V4>, Range>,
     ranges_v6: Table<RangeKey<V6>, Range>,
 }
@@ -203,6 +207,7 @@ impl Programs {
             node_v4: open(maps, "node_v4")?,
             node_v6: open(maps, "node_v6")?,
             sockets: SocketMaps::open(maps)?,
+            drivers: open(maps, "driver_links")?,
             ranges_v4: open(maps, "ranges_v4")?,
             ranges_v6: open(maps, "ranges_v6")?,
             ebpf,
@@ -303,6 +308,7 @@ impl Programs {
             sizes.insert(program.name(), size_of_program(&info));
         }
         sizes.extend(self.socket_program_sizes());
+        sizes.extend(self.driver_program_size());
         sizes
     }
 

@@ -11,6 +11,7 @@ pub mod address;
 pub mod checksum;
 mod claim;
 pub mod collect;
+pub mod driver;
 pub mod flow;
 pub mod fragment;
 pub mod icmp;

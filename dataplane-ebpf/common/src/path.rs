@@ -267,7 +267,7 @@ fn known_flow<A: Family, T: Tables<A>>(tables: &mut T, packet: &Packet<A>) -> Tr
 
 /// As [`known_flow`], for hooks where most packets are answers.
 #[inline(always)]
-fn known_flow_answers_first<A: Family, T: Tables<A>>(
+pub(crate) fn known_flow_answers_first<A: Family, T: Tables<A>>(
     tables: &mut T,
     packet: &Packet<A>,
 ) -> Translated<A> {

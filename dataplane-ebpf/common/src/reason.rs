@@ -103,6 +103,8 @@ numbered! {
         EchoAnswered = "echo_answered",
         /// A dropped packet was not answered: too many others were.
         RefusalLimited = "refusal_limited",
+        /// A packet was led on to another machine by the uplink's driver.
+        ForwardedAtDriver = "forwarded_at_driver",
         /// A dropped packet was answered with a reset or a port unreachable message.
         Refused = "refused",
     }
@@ -129,6 +131,8 @@ numbered! {
         PassedUnknownNamespace = "passed_unknown_namespace",
         /// The service has affinity, and the client has no address of this family.
         PassedUnknownClient = "passed_unknown_client",
+        /// The service takes clients of certain addresses only: what the socket will send from is known later.
+        PassedSourceRanges = "passed_source_ranges",
         /// The socket is bound to a link.
         PassedBoundToLink = "passed_bound_to_link",
         /// A datagram socket with a peer: only the packet path can give it another backend.

@@ -15,7 +15,8 @@ mod release;
 use crate::address::{Family, Port, TCP, UDP, V4, V6};
 use crate::flow::timeout;
 use crate::layout::{
-    Affinity, AffinityKey, Backend, Endpoint, Frontend, FrontendKey, SlotKey, backend_state,
+    Affinity, AffinityKey, Backend, ENDPOINT_NODE, ENDPOINT_NODE_PORTS, ENDPOINT_PEER, Endpoint,
+    FRONTEND_RANGES, Frontend, FrontendKey, SCOPE_ALL, SlotKey, backend_state,
 };
 use crate::reason::SocketEvent;
 use crate::tables::Inserted;
@@ -297,7 +298,7 @@ fn continue_flow<A: ClientFamily, T: SocketTables<A>>(
     let active = backend_state::same_life(present, state)
         && backend_state::kind(present) == backend_state::ACTIVE;
     // The address may belong to another service by now, while the backend still serves the first.
-    let frontend = frontend_key(&key.place, socket.protocol);
+    let frontend = frontend_key(tables, &key.place, socket.protocol);
     if active
         && let Some(frontend) = tables.frontend(&frontend)
         && frontend.service_id == service_id
@@ -484,7 +485,7 @@ fn choose<A: ClientFamily, T: SocketTables<A>>(
         choice.reason = SocketEvent::PassedBoundToLink;
         return choice;
     }
-    let key = frontend_key(to, socket.protocol);
+    let key = frontend_key(tables, to, socket.protocol);
     pick(tables, &key, client, &mut choice);
     if choice.reason == SocketEvent::ConnectionTranslated && is_served(tables, socket, &choice) {
         // Packets to it would be translated once more.
@@ -500,19 +501,38 @@ fn is_served<A: ClientFamily, T: SocketTables<A>>(
     choice: &Choice<A>,
 ) -> bool {
     let backend = Place::new(choice.backend.address, choice.backend.port);
-    let key = frontend_key(&backend, socket.protocol);
+    let key = frontend_key(tables, &backend, socket.protocol);
     tables.frontend(&key).is_some()
 }
 
-/// Where a service port would be found.
+/// Where a service port would be found: under its own address, or among those that node addresses serve. As the packet
+/// path looks for clients of the cluster.
 #[inline(always)]
-fn frontend_key<A: ClientFamily>(place: &Place<A>, protocol: u32) -> FrontendKey<A> {
-    FrontendKey {
+fn frontend_key<A: ClientFamily, T: SocketTables<A>>(
+    tables: &mut T,
+    place: &Place<A>,
+    protocol: u32,
+) -> FrontendKey<A> {
+    let mut key = FrontendKey {
         address: place.address,
         port: place.port,
         protocol: (protocol & 0xff) as u8,
-        scope: 0,
+        scope: SCOPE_ALL,
+    };
+    if tables.frontend(&key).is_some() {
+        return key;
     }
+    let serves = match tables.endpoint(&place.address) {
+        Some(endpoint) => {
+            endpoint.flags & ENDPOINT_NODE_PORTS != 0
+                && endpoint.flags & (ENDPOINT_NODE | ENDPOINT_PEER) != 0
+        }
+        None => false,
+    };
+    if serves {
+        key.address = A::default();
+    }
+    key
 }
 
 /// The client's own backend where the service has affinity, any usable one otherwise.
@@ -537,10 +557,15 @@ fn pick<A: ClientFamily, T: SocketTables<A>>(
             return;
         };
         let (service_id, backends) = (frontend.service_id, frontend.backends);
+        let flags = frontend.flags;
         affinity_s = frontend.affinity_s;
         affinity_key.service_id = service_id;
         choice.reason = SocketEvent::PassedNoBackend;
         if backends == 0 {
+            return;
+        }
+        if flags & FRONTEND_RANGES != 0 {
+            choice.reason = SocketEvent::PassedSourceRanges;
             return;
         }
         if affinity_s != 0 && client == A::default() {

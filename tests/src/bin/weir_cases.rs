@@ -124,13 +124,11 @@ fn main() -> anyhow::Result<ExitCode> {
             sockets,
         } => {
             let on = match (model, agent, cni) {
-                (false, Some(agent), Some(cni)) => {
-                    service::On::Kernel(service::Binaries {
-                        agent,
-                        cni,
-                        sockets,
-                    })
-                }
+                (false, Some(agent), Some(cni)) => service::On::Kernel(service::Binaries {
+                    agent,
+                    cni,
+                    sockets,
+                }),
                 _ => service::On::Model { seed },
             };
             let options = service::Options {

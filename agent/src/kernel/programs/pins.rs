@@ -7,9 +7,8 @@ use aya::programs::TcAttachType;
 use aya::programs::links::{Link as _, PinnedLink};
 use aya::programs::tc::SchedClassifierLink;
 
-use super::Program;
-use super::SocketHook;
 use super::attach::{CLSACT_HANDLE, CLSACT_PRIORITY};
+use super::{Program, SocketHook, driver};
 use crate::kernel::KernelError;
 use crate::kernel::table::detach_link;
 
@@ -69,6 +68,21 @@ impl Pins {
     /// The pin of a socket hook's link. No interface's number starts like this.
     pub(super) fn socket(&self, hook: SocketHook) -> PathBuf {
         self.links.join(format!("socket-{}", hook.name()))
+    }
+
+    /// The pin of a driver's link.
+    pub(super) fn driver(&self, ifindex: u32) -> PathBuf {
+        self.links.join(driver::pin_name(ifindex))
+    }
+
+    /// Interfaces whose drivers' links are pinned.
+    pub(super) fn drivers(&self) -> io::Result<Vec<u32>> {
+        let mut found = Vec::new();
+        for entry in std::fs::read_dir(&self.links)? {
+            let name = entry?.file_name();
+            found.extend(name.to_str().and_then(driver::pinned_ifindex));
+        }
+        Ok(found)
     }
 
     /// Links that are pinned, by interface and program.

@@ -18,7 +18,7 @@ use dataplane_common::socket::{
 use dataplane_common::{V4, V6};
 
 use super::Programs;
-use crate::kernel::cgroup::{create_link, link_cgroup, namespace_cookie, pin, update_link};
+use crate::kernel::link::{attach_to_cgroup, link_cgroup, namespace_cookie, pin, update_link};
 use crate::kernel::services::{Wire, open};
 use crate::kernel::table::{Plain, Table, detach_link, open_pin};
 use crate::kernel::{KernelError, PodLink, ProgramSize};
@@ -424,6 +424,6 @@ fn attach(
         Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
         _ => {}
     }
-    let link = create_link(program.as_fd(), cgroup, hook.attach_type())?;
+    let link = attach_to_cgroup(program.as_fd(), cgroup, hook.attach_type())?;
     pin(link.as_fd(), pinned)
 }

@@ -7,7 +7,10 @@ use proptest::prelude::*;
 
 use super::tables::{Collections, TestFamily, from_pod};
 use crate::address::{TCP, UDP};
-use crate::layout::{Affinity, AffinityKey, Backend, Endpoint, Frontend, FrontendKey, SlotKey};
+use crate::layout::{
+    Affinity, AffinityKey, Backend, ENDPOINT_NODE, ENDPOINT_NODE_PORTS, ENDPOINT_PEER,
+    ENDPOINT_READY, Endpoint, FRONTEND_RANGES, Frontend, FrontendKey, SCOPE_ALL, SlotKey,
+};
 use crate::packet::{Packet, Translation, WITH_PORTS, tcp};
 use crate::reason::SocketEvent;
 use crate::socket::{
@@ -28,6 +31,8 @@ struct Sockets<A> {
     tables: Collections<A>,
     room: usize,
     namespace: Namespace,
+    /// A further address and what it is.
+    node: Option<(A, Endpoint)>,
     connections: HashMap<Cookie, Connection<A>>,
     flows: HashMap<DestinationKey<A>, SocketFlow<A>>,
     origins: HashMap<SourceKey<A>, Place<A>>,
@@ -47,6 +52,7 @@ impl<A: TestFamily + ClientFamily> Sockets<A> {
                 v4: link.v4,
                 v6: link.v6,
             },
+            node: None,
             connections: HashMap::new(),
             flows: HashMap::new(),
             origins: HashMap::new(),
@@ -101,7 +107,10 @@ impl<A: TestFamily> SocketTables<A> for Sockets<A> {
         (cookie == NAMESPACE).then_some(&self.namespace)
     }
     fn endpoint(&mut self, address: &A) -> Option<&Endpoint> {
-        self.tables.endpoint(address)
+        match &self.node {
+            Some((node, endpoint)) if node == address => Some(endpoint),
+            _ => self.tables.endpoint(address),
+        }
     }
     fn frontend(&mut self, key: &FrontendKey<A>) -> Option<&Frontend> {
         self.tables.frontend(key)
@@ -651,4 +660,59 @@ fn an_address_that_passes_to_another_service_takes_its_flows_along() {
     let other = sockets.tables.frontends[&key(2)];
     sockets.tables.frontends.insert(key(1), other);
     assert_eq!(send(&mut sockets, &asking, &service(1)).place, backend(3));
+}
+
+#[test]
+fn ports_of_nodes_are_served_at_their_addresses_only() {
+    let mut sockets = serving();
+    let served = sockets.tables.frontends[&FrontendKey {
+        address: V4::service(1),
+        port: Port::new(80),
+        protocol: TCP,
+        scope: SCOPE_ALL,
+    }];
+    let node_port = FrontendKey {
+        address: V4::default(),
+        port: Port::new(30_080),
+        protocol: TCP,
+        scope: SCOPE_ALL,
+    };
+    sockets.tables.frontends.insert(node_port, served);
+    let node = V4::new([192, 0, 2, 77]);
+    for (flags, serves) in [
+        (ENDPOINT_NODE | ENDPOINT_NODE_PORTS, true),
+        (ENDPOINT_PEER | ENDPOINT_NODE_PORTS, true),
+        (ENDPOINT_NODE, false),
+        (ENDPOINT_READY, false),
+    ] {
+        sockets.node = Some((
+            node,
+            Endpoint {
+                flags,
+                ..Endpoint::default()
+            },
+        ));
+        let to = Place::new(node, Port::new(30_080));
+        let asked = connect(&mut sockets, &socket(1, TCP), &to);
+        assert_eq!(asked.is_translated(), serves, "{flags}");
+        if serves {
+            assert_eq!(
+                peer_name(&mut sockets, &Cookie::new(1), &asked.place).place,
+                to
+            );
+        }
+    }
+    let loopback = Place::new(V4::new([127, 0, 0, 1]), Port::new(30_080));
+    assert!(!connect(&mut sockets, &socket(1, TCP), &loopback).is_translated());
+}
+
+#[test]
+fn services_for_certain_sources_are_left_to_packets() {
+    let mut sockets = serving();
+    for frontend in sockets.tables.frontends.values_mut() {
+        frontend.flags |= FRONTEND_RANGES;
+    }
+    assert!(!connect(&mut sockets, &socket(1, TCP), &service(1)).is_translated());
+    assert!(!send(&mut sockets, &socket(2, UDP), &service(1)).is_translated());
+    assert_eq!(sockets.counted(SocketEvent::PassedSourceRanges), 2);
 }

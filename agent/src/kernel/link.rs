@@ -1,5 +1,5 @@
-//! Links between programs and cgroups by `bpf(2)`: aya cannot lead one to another program. Also the cookie of the calling
-//! thread's network namespace.
+//! Links between programs and cgroups or drivers by `bpf(2)`: aya cannot lead all of them to another program. Also the
+//! cookie of the calling thread's network namespace.
 
 use std::ffi::CString;
 use std::fs::File;
@@ -26,23 +26,39 @@ fn number(fd: BorrowedFd<'_>) -> u32 {
 }
 
 /// Attaches a program to a cgroup, beside those of others. The attachment lasts as long as the link.
-pub(super) fn create_link(
+pub(super) fn attach_to_cgroup(
     program: BorrowedFd<'_>,
     cgroup: &File,
     attach_type: u32,
 ) -> io::Result<OwnedFd> {
+    create(program, number(cgroup.as_fd()), attach_type, 0)
+}
+
+/// Attaches an XDP program to a link's driver, and to nothing if the driver cannot run it.
+pub(super) fn attach_to_driver(program: BorrowedFd<'_>, ifindex: u32) -> io::Result<OwnedFd> {
+    const BPF_XDP: u32 = 37;
+    const XDP_FLAGS_DRV_MODE: u32 = 4;
+    create(program, ifindex, BPF_XDP, XDP_FLAGS_DRV_MODE)
+}
+
+fn create(
+    program: BorrowedFd<'_>,
+    target: u32,
+    attach_type: u32,
+    flags: u32,
+) -> io::Result<OwnedFd> {
     #[repr(C)]
     struct CreateAttr {
         prog_fd: u32,
-        target_fd: u32,
+        target: u32,
         attach_type: u32,
         flags: u32,
     }
     let mut attr = CreateAttr {
         prog_fd: number(program),
-        target_fd: number(cgroup.as_fd()),
+        target,
         attach_type,
-        flags: 0,
+        flags,
     };
     // SAFETY: the structure holds no address.
     let fd = unsafe { bpf(BPF_LINK_CREATE, &mut attr) }?;
