@@ -295,11 +295,12 @@ fn continue_flow<A: ClientFamily, T: SocketTables<A>>(
         return known;
     }
     let present = tables.backend_state(id);
-    let active = backend_state::same_life(present, state)
-        && backend_state::kind(present) == backend_state::ACTIVE;
+    // As for packets: one that drains keeps the datagrams of its clients.
+    let lives = backend_state::same_life(present, state)
+        && backend_state::kind(present) != backend_state::ABSENT;
     // The address may belong to another service by now, while the backend still serves the first.
     let frontend = frontend_key(tables, &key.place, socket.protocol);
-    if active
+    if lives
         && let Some(frontend) = tables.frontend(&frontend)
         && frontend.service_id == service_id
     {

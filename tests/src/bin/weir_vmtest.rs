@@ -86,6 +86,7 @@ fn main() -> ExitCode {
         Ok(mut world) => {
             report("load and attach", Ok(()));
             report("sockets", sockets(&mut world));
+            report("driver", driver(&world));
             programs(&world);
             for (name, check) in CHECKS {
                 for family in &FAMILIES {
@@ -362,6 +363,14 @@ fn sctp_sockets() -> Vec<(String, Result<()>)> {
             Err(anyhow::anyhow!("the thread panicked")),
         )],
     }
+}
+
+/// The uplink's driver takes its program and gives it back.
+fn driver(world: &World) -> Result<()> {
+    world.kernel.attach_driver("uplink")?;
+    world.kernel.keep_drivers(&[world.uplink])?;
+    world.kernel.attach_driver("uplink")?;
+    Ok(world.kernel.keep_drivers(&[])?)
 }
 
 fn collect(world: &World) -> Result<()> {
