@@ -73,6 +73,7 @@ pub async fn run(
     all.start(deployment::Deployments::new);
     all.start(replicaset::ReplicaSets::new);
     all.start(endpointslice::EndpointSlices::new);
+    all.start(endpointslice::Mirrors::new);
     all.start(|context, queue| service::Services::new(context, queue, &network));
     all.start(service::Frontends::new);
     all.start(|context, queue| node::Nodes::new(context, queue, network));

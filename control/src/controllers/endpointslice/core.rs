@@ -1,4 +1,5 @@
-//! EndpointSlices: from a Service and its pods to the slices that should exist, changing as few of them as possible. Pure.
+//! EndpointSlices: from a Service and its pods, or from Endpoints that somebody wrote by hand, to the slices that should
+//! exist, changing as few of them as possible. Pure.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::net::IpAddr;
@@ -12,9 +13,12 @@ use crate::controllers::runtime::object::{Object, controller_reference, set};
 
 pub(super) const MANAGED_BY_LABEL: &str = "endpointslice.kubernetes.io/managed-by";
 pub(super) const MANAGED_BY: &str = "endpointslice-controller.k8s.io";
+pub(super) const MIRRORED_BY: &str = "endpointslicemirroring-controller.k8s.io";
 const HEADLESS_LABEL: &str = "service.kubernetes.io/headless";
 /// Endpoints in one slice, at most.
 pub(super) const SLICE_LIMIT: usize = 100;
+/// Addresses of one subset that are mirrored, at most; more are left out.
+const MIRROR_LIMIT: usize = 1000;
 pub(super) const ZONE_LABEL: &str = "topology.kubernetes.io/zone";
 
 /// What to write.
@@ -48,10 +52,18 @@ impl Family {
     }
 }
 
+/// What slices are made for.
+#[derive(Clone, Copy)]
+struct Source<'a> {
+    object: &'a Value,
+    kind: &'static str,
+    managed_by: &'static str,
+}
+
 /// The ports of a slice in canonical text, to group endpoints by.
 type PortsKey = String;
 
-/// Endpoints by pod uid, of one family and one set of ports.
+/// Endpoints by their identity, of one family and one set of ports.
 #[derive(Debug, Default)]
 struct Group {
     ports: Value,
@@ -65,7 +77,27 @@ pub(super) fn plan(
     zones: &HashMap<String, String>,
     existing: &[Arc<Value>],
 ) -> Plan {
-    let mut groups = wanted(service, pods, zones);
+    let source = Source {
+        object: service,
+        kind: "Service",
+        managed_by: MANAGED_BY,
+    };
+    plan_groups(source, wanted(service, pods, zones), existing)
+}
+
+/// Mirrors an Endpoints object (`kube-controller-manager`'s endpointslicemirroring).
+pub(super) fn mirror(endpoints: &Value, existing: &[Arc<Value>]) -> Plan {
+    let source = Source {
+        object: endpoints,
+        kind: "Endpoints",
+        managed_by: MIRRORED_BY,
+    };
+    plan_groups(source, mirrored(endpoints), existing)
+}
+
+type Groups = BTreeMap<(Family, PortsKey), Group>;
+
+fn plan_groups(source: Source<'_>, mut groups: Groups, existing: &[Arc<Value>]) -> Plan {
     let mut plan = Plan::default();
     let mut present: BTreeMap<(Family, PortsKey), Vec<&Arc<Value>>> = BTreeMap::new();
     for slice in existing {
@@ -85,12 +117,12 @@ pub(super) fn plan(
     }
     for (key, slices) in &present {
         match groups.remove(key) {
-            Some(group) => plan_group(service, key.0, group, slices, &mut plan),
+            Some(group) => plan_group(source, key.0, group, slices, &mut plan),
             None => plan.delete.extend(slices.iter().map(|s| (*s).clone())),
         }
     }
     for ((family, _), group) in groups {
-        plan_group(service, family, group, &[], &mut plan);
+        plan_group(source, family, group, &[], &mut plan);
     }
     plan
 }
@@ -114,12 +146,8 @@ fn families(service: &Value) -> Vec<Family> {
 
 /// Every endpoint that should be published. A family without any keeps one empty slice, so that watchers learn that
 /// the Service has been looked at.
-fn wanted(
-    service: &Value,
-    pods: &[Arc<Value>],
-    zones: &HashMap<String, String>,
-) -> BTreeMap<(Family, PortsKey), Group> {
-    let mut groups: BTreeMap<(Family, PortsKey), Group> = BTreeMap::new();
+fn wanted(service: &Value, pods: &[Arc<Value>], zones: &HashMap<String, String>) -> Groups {
+    let mut groups = Groups::new();
     for family in families(service) {
         let mut any = false;
         for pod in pods.iter().filter(|p| !pods::is_finished(p)) {
@@ -139,6 +167,69 @@ fn wanted(
         }
     }
     groups
+}
+
+/// The subsets of an Endpoints object by family and ports. An address that is listed twice is ready if it is once.
+fn mirrored(endpoints: &Value) -> Groups {
+    let mut groups = Groups::new();
+    for subset in endpoints.items(&["subsets"]) {
+        let ports = Value::Array(subset.items(&["ports"]).iter().map(mirrored_port).collect());
+        let ready = subset.items(&["addresses"]).iter().map(|a| (a, true));
+        let unready = subset.items(&["notReadyAddresses"]).iter();
+        let all = ready.chain(unready.map(|a| (a, false)));
+        for (address, ready) in all.take(MIRROR_LIMIT) {
+            let Ok(ip) = address.text(&["ip"]).parse::<IpAddr>() else {
+                continue;
+            };
+            let key = (Family::of(ip), ports_key(&ports));
+            let group = groups.entry(key).or_default();
+            group.ports = ports.clone();
+            let endpoint = mirrored_endpoint(address, ip, ready);
+            group
+                .endpoints
+                .entry(identity(&endpoint))
+                .or_insert(endpoint);
+        }
+    }
+    groups
+}
+
+fn mirrored_port(port: &Value) -> Value {
+    let protocol = match port.text(&["protocol"]) {
+        "" => "TCP",
+        protocol => protocol,
+    };
+    let mut out =
+        json!({"name": port.text(&["name"]), "port": port.number(&["port"]), "protocol": protocol});
+    let app = port.text(&["appProtocol"]);
+    if !app.is_empty() {
+        set(&mut out, &["appProtocol"], app.into());
+    }
+    out
+}
+
+fn mirrored_endpoint(address: &Value, ip: IpAddr, ready: bool) -> Value {
+    let mut out = json!({"addresses": [ip.to_string()], "conditions": {"ready": ready}});
+    for field in ["hostname", "nodeName"] {
+        let text = address.text(&[field]);
+        if !text.is_empty() {
+            set(&mut out, &[field], text.into());
+        }
+    }
+    if let Some(target) = address.at(&["targetRef"]) {
+        set(&mut out, &["targetRef"], target.clone());
+    }
+    out
+}
+
+/// What makes an endpoint the same one after a change: its pod, or its address.
+fn identity(endpoint: &Value) -> String {
+    let uid = endpoint.text(&["targetRef", "uid"]);
+    if !uid.is_empty() {
+        return uid.to_owned();
+    }
+    let first = endpoint.items(&["addresses"]).first();
+    first.and_then(Value::as_str).unwrap_or_default().to_owned()
 }
 
 fn address(pod: &Value, family: Family) -> Option<String> {
@@ -179,7 +270,32 @@ fn endpoint(service: &Value, pod: &Value, address: &str, zones: &HashMap<String,
     if let Some(zone) = zones.get(node) {
         set(&mut out, &["zone"], zone.clone().into());
     }
+    if let Some(hints) = hints(service, &out) {
+        set(&mut out, &["hints"], hints);
+    }
     out
+}
+
+/// Who should prefer this endpoint, by `spec.trafficDistribution` (KEP-4444, KEP-3015). Only ready endpoints are hinted
+/// at; one without a zone has no hint, which makes proxies ignore those of the others.
+fn hints(service: &Value, endpoint: &Value) -> Option<Value> {
+    let same_node = match service.text(&["spec", "trafficDistribution"]) {
+        "PreferClose" | "PreferSameZone" => false,
+        "PreferSameNode" => true,
+        _ => return None,
+    };
+    if !endpoint.flag(&["conditions", "ready"]) {
+        return None;
+    }
+    let mut hints = Map::new();
+    let named = |field: &str| Some(endpoint.text(&[field])).filter(|text| !text.is_empty());
+    if let Some(zone) = named("zone") {
+        hints.insert("forZones".into(), json!([{"name": zone}]));
+    }
+    if let Some(node) = named("nodeName").filter(|_| same_node) {
+        hints.insert("forNodes".into(), json!([{"name": node}]));
+    }
+    (!hints.is_empty()).then_some(Value::Object(hints))
 }
 
 /// The Service's ports as this pod has them. A named target port that the pod lacks is left out.
@@ -250,7 +366,7 @@ fn ports_key(ports: &Value) -> PortsKey {
 
 /// Keeps endpoints where they are, fills gaps with new ones, and makes slices for the rest.
 fn plan_group(
-    service: &Value,
+    source: Source<'_>,
     family: Family,
     mut group: Group,
     slices: &[&Arc<Value>],
@@ -261,12 +377,11 @@ fn plan_group(
         let kept = slice
             .items(&["endpoints"])
             .iter()
-            .filter_map(|e| group.endpoints.remove(e.text(&["targetRef", "uid"])));
+            .filter_map(|e| group.endpoints.remove(&identity(e)));
         let mut kept: Vec<Value> = kept.collect();
         while kept.len() > SLICE_LIMIT {
             if let Some(surplus) = kept.pop() {
-                let uid = surplus.text(&["targetRef", "uid"]).to_owned();
-                group.endpoints.insert(uid, surplus);
+                group.endpoints.insert(identity(&surplus), surplus);
             }
         }
         contents.push((slice, kept));
@@ -292,7 +407,7 @@ fn plan_group(
             continue;
         }
         stay += 1;
-        let updated = dress(slice.as_ref().clone(), service, kept, &group.ports);
+        let updated = dress(slice.as_ref().clone(), source, kept, &group.ports);
         if &updated != slice.as_ref() {
             plan.update.push(updated);
         }
@@ -307,13 +422,13 @@ fn plan_group(
             let base = json!({
                 "apiVersion": "discovery.k8s.io/v1", "kind": "EndpointSlice",
                 "metadata": {
-                    "generateName": format!("{}-", service.name()),
-                    "namespace": service.namespace(),
+                    "generateName": format!("{}-", source.object.name()),
+                    "namespace": source.object.namespace(),
                 },
                 "addressType": family.name(),
             });
             let chunk = std::mem::take(&mut chunk);
-            plan.create.push(dress(base, service, chunk, &group.ports));
+            plan.create.push(dress(base, source, chunk, &group.ports));
         }
         if last {
             return;
@@ -322,22 +437,23 @@ fn plan_group(
 }
 
 /// Gives a slice its content, labels and owner; what others added to it stays.
-fn dress(mut slice: Value, service: &Value, endpoints: Vec<Value>, ports: &Value) -> Value {
+fn dress(mut slice: Value, source: Source<'_>, endpoints: Vec<Value>, ports: &Value) -> Value {
+    let object = source.object;
     let reserved: BTreeSet<&str> =
         BTreeSet::from([SERVICE_NAME_LABEL, MANAGED_BY_LABEL, HEADLESS_LABEL]);
     let mut labels = Map::new();
-    for (key, value) in service.labels().into_iter().flatten() {
+    for (key, value) in object.labels().into_iter().flatten() {
         if !reserved.contains(key.as_str()) {
             labels.insert(key.clone(), value.clone());
         }
     }
-    labels.insert(SERVICE_NAME_LABEL.into(), service.name().into());
-    labels.insert(MANAGED_BY_LABEL.into(), MANAGED_BY.into());
-    if service.text(&["spec", "clusterIP"]) == "None" {
+    labels.insert(SERVICE_NAME_LABEL.into(), object.name().into());
+    labels.insert(MANAGED_BY_LABEL.into(), source.managed_by.into());
+    if object.text(&["spec", "clusterIP"]) == "None" {
         labels.insert(HEADLESS_LABEL.into(), "".into());
     }
     set(&mut slice, &["metadata", "labels"], Value::Object(labels));
-    let owner = controller_reference(service, "v1", "Service");
+    let owner = controller_reference(object, "v1", source.kind);
     set(&mut slice, &["metadata", "ownerReferences"], json!([owner]));
     set(&mut slice, &["endpoints"], Value::Array(endpoints));
     if ports_key(slice.at(&["ports"]).unwrap_or(&Value::Null)) != ports_key(ports)

@@ -1,11 +1,14 @@
 //! Publishes the pods that a Service selects as EndpointSlices.
 
 mod core;
+mod mirror;
 
 use std::collections::HashMap;
 use std::sync::Arc;
 
 use serde_json::Value;
+
+pub(super) use self::mirror::Mirrors;
 
 use self::core::{MANAGED_BY, MANAGED_BY_LABEL, Plan, ZONE_LABEL, plan};
 use super::runtime::informer::{Change, Index, SERVICE_NAME_LABEL, Store};
@@ -34,7 +37,7 @@ impl EndpointSlices {
         let (by_slice, by_pod, by_node) = (queue.clone(), queue.clone(), queue.clone());
         slices.subscribe(move |change| {
             let slice = change.object();
-            if let Some(service) = managed_service(slice) {
+            if let Some(service) = managed_service(slice, MANAGED_BY) {
                 by_slice.add(Key::new(slice.namespace(), service));
             }
         });
@@ -81,7 +84,7 @@ impl EndpointSlices {
     /// The slices of a Service that this controller made.
     fn managed(&self, key: &Key) -> Vec<Arc<Value>> {
         let mut slices = self.slices.by(Index::Service, &key.to_string());
-        slices.retain(|slice| managed_service(slice).is_some());
+        slices.retain(|slice| managed_service(slice, MANAGED_BY).is_some());
         slices
     }
 }
@@ -107,39 +110,49 @@ impl Controller for EndpointSlices {
         }
         let mut pods = self.pods.in_namespace(&key.namespace);
         pods.retain(|pod| selector.matches(pod.labels()));
-        let Plan {
-            create,
-            update,
-            delete,
-        } = plan(&service, &pods, &self.zones(), &existing);
-        // Additions before removals: an endpoint that moves between slices is never missing.
-        for slice in create {
-            if let Err(e) = session.create(r, slice).await {
-                let about = (service.as_ref(), "v1", "Service");
-                let message = format!("Failed to create EndpointSlice for Service {key}: {e}");
-                let recorder = session.recorder().named("endpoint-slice-controller");
-                recorder.warning(about, "FailedToCreateEndpointSlices", message);
-                return Err(e);
-            }
-        }
-        for slice in update {
-            tolerate_change(session.update(r, slice).await)?;
-        }
-        for slice in &delete {
-            session.delete(r, slice, DeleteOptions::default()).await?;
-        }
+        let plan = plan(&service, &pods, &self.zones(), &existing);
+        carry_out(plan, &service, "Service", session).await?;
         Ok(None)
     }
+}
+
+/// Writes a plan. `owner` is who gets to know what failed.
+async fn carry_out(
+    plan: Plan,
+    owner: &Value,
+    kind: &str,
+    session: &Session<'_>,
+) -> Result<(), ApiError> {
+    let r = resources::ENDPOINT_SLICES;
+    // Additions before removals: an endpoint that moves between slices is never missing.
+    for slice in plan.create {
+        if let Err(e) = session.create(r, slice).await {
+            let message = format!(
+                "Failed to create EndpointSlice for {kind} {}: {e}",
+                owner.key()
+            );
+            let recorder = session.recorder().named("endpoint-slice-controller");
+            recorder.warning((owner, "v1", kind), "FailedToCreateEndpointSlices", message);
+            return Err(e);
+        }
+    }
+    for slice in plan.update {
+        tolerate_change(session.update(r, slice).await)?;
+    }
+    for slice in &plan.delete {
+        session.delete(r, slice, DeleteOptions::default()).await?;
+    }
+    Ok(())
 }
 
 fn selector(service: &Value) -> Selector {
     Selector::from_map(service.fields(&["spec", "selector"]))
 }
 
-fn managed_service(slice: &Value) -> Option<&str> {
+fn managed_service<'a>(slice: &'a Value, manager: &str) -> Option<&'a str> {
     slice
         .label(SERVICE_NAME_LABEL)
-        .filter(|_| slice.label(MANAGED_BY_LABEL) == Some(MANAGED_BY))
+        .filter(|_| slice.label(MANAGED_BY_LABEL) == Some(manager))
 }
 
 /// Whether a change of a pod can change an endpoint.
@@ -160,3 +173,6 @@ fn matters(change: &Change) -> bool {
     let ready = super::pods::is_ready;
     ready(old) != ready(new) || paths.iter().any(|path| old.at(path) != new.at(path))
 }
+
+#[cfg(test)]
+mod tests;
