@@ -7,6 +7,8 @@
 
 #[path = "node/agents.rs"]
 mod agents;
+#[path = "node/announce.rs"]
+mod announce;
 #[path = "node/cluster.rs"]
 mod cluster;
 #[path = "node/cni.rs"]

@@ -313,7 +313,7 @@ pub(crate) struct Cluster {
     pub(crate) control: Control,
     pub(crate) members: Vec<Member>,
     outside: Namespace,
-    _network: Network,
+    network: Network,
 }
 
 impl Cluster {
@@ -361,10 +361,17 @@ impl Cluster {
             control,
             members,
             outside,
-            _network: network,
+            network,
         };
         cluster.programmed(revision).await;
         cluster
+    }
+
+    /// A machine on the first segment that is no node.
+    pub(crate) fn outsider(&self, host: u8) -> Namespace {
+        let namespace = Namespace::new("out").unwrap();
+        self.network.segments[0].plug(&namespace, host);
+        namespace
     }
 
     /// From now on nobody reaches the control plane.
