@@ -14,9 +14,11 @@ use dataplane_common::reason::{DropReason, Event};
 use dataplane_common::{Tables, V4, V6, tail};
 
 use crate::PASS;
-use crate::maps::{MapTables, call, count_event, drop_packet, host_ifindex, host_peer_and_uplink};
+use crate::maps::{
+    MapTables, call, count_event, drop_packet, host_ifindex, host_peer_and_uplink, overlay_ifindex,
+};
 use crate::packet::{Headers, Parsed, ifindex};
-use crate::rewrite::{Addresses, rewrite, write_macs};
+use crate::rewrite::{Addresses, count_hop, rewrite, write_macs};
 
 const AF_INET: u8 = 2;
 const AF_INET6: u8 = 10;
@@ -61,7 +63,8 @@ pub(crate) fn carry_out<A: Wire>(
         }
         Action::Pod => to_pod(context, decision, own),
         Action::Host => to_host(context, decision),
-        Action::Network => to_network(&mut way),
+        Action::Network => to_network(context, parsed, &mut way),
+        Action::Overlay => to_backend_node(),
         // Whoever asked for a decision takes these to the next program.
         Action::Open | Action::Relate | Action::Park => drop_packet(DropReason::ProgramMissing),
     }
@@ -198,11 +201,23 @@ fn find_way<A: Wire>(
     way
 }
 
+/// Out of the overlay's device, whose program finds the tunnel by the packet's flow.
 #[inline(always)]
-fn to_network(way: &mut Way) -> i32 {
-    if way.ifindex == 0 {
+fn to_backend_node() -> i32 {
+    count_event(Event::ToBackendNode);
+    // SAFETY: plain numbers; the kernel looks the link up.
+    unsafe { bpf_redirect(overlay_ifindex(), 0) as i32 }
+}
+
+/// A packet that has no hop left is the stack's, which tells its sender.
+#[inline(always)]
+fn to_network<A: Wire>(context: &TcContext, parsed: &Parsed<A>, way: &mut Way) -> i32 {
+    if way.ifindex == 0 || parsed.hops <= 1 {
         count_event(Event::ToStack);
         return PASS;
+    }
+    if !count_hop::<A>(context, parsed.hops) {
+        return drop_packet(DropReason::RewriteFailed);
     }
     count_event(Event::ToNetwork);
     let (next_hop, length) = if way.resolved != 0 {

@@ -8,6 +8,7 @@ mod act;
 mod driver;
 mod icmp;
 mod maps;
+mod overlay;
 mod packet;
 mod park;
 mod refuse;
@@ -18,7 +19,8 @@ mod socket_maps;
 use aya_ebpf::macros::classifier;
 use aya_ebpf::programs::TcContext;
 use dataplane_common::fragment;
-use dataplane_common::packet::{Action, Decision, FRAGMENT};
+use dataplane_common::overlay::tunnel_for;
+use dataplane_common::packet::{Action, Decision, FRAGMENT, Translation};
 use dataplane_common::path::{self, Hook, LinkAddress};
 use dataplane_common::reason::DropReason;
 use dataplane_common::refuse::Refuse;
@@ -82,6 +84,38 @@ pub fn from_network_v6(context: TcContext) -> i32 {
     run_from_network::<V6>(&context, tail::OPEN_V6)
 }
 
+/// Ingress of the overlay's device: what other nodes have wrapped.
+#[classifier]
+#[inline(always)]
+pub fn from_overlay(context: TcContext) -> i32 {
+    if !overlay::is_from_node(&context) && !park::is_taken_back(&context) {
+        return drop_packet(DropReason::ForeignTunnel);
+    }
+    match packet::ether_type(&context) {
+        IPV4 => run_from_overlay::<V4>(&context, tail::OPEN_V4),
+        IPV6 => go_on(&context, tail::FROM_OVERLAY_V6),
+        _ => drop_packet(DropReason::UnsupportedProtocol),
+    }
+}
+
+/// The IPv6 half of `from_overlay`.
+#[classifier]
+#[inline(always)]
+pub fn from_overlay_v6(context: TcContext) -> i32 {
+    run_from_overlay::<V6>(&context, tail::OPEN_V6)
+}
+
+/// Egress of the overlay's device: every packet gets its tunnel, wherever it comes from.
+#[classifier]
+#[inline(always)]
+pub fn to_overlay(context: TcContext) -> i32 {
+    match packet::ether_type(&context) {
+        IPV4 => run_to_overlay::<V4>(&context),
+        IPV6 => run_to_overlay::<V6>(&context),
+        _ => drop_packet(DropReason::UnsupportedProtocol),
+    }
+}
+
 /// Egress of an uplink. Packets that were forwarded have passed a program on their way in; those of the node's own
 /// stack may be answers to a translated flow.
 #[classifier]
@@ -102,8 +136,8 @@ pub fn to_network(context: TcContext) -> i32 {
 #[inline(always)]
 pub fn from_self(context: TcContext) -> i32 {
     match packet::ether_type(&context) {
-        IPV4 => run_from_self::<V4>(&context, tail::OPEN_V4),
-        IPV6 => run_from_self::<V6>(&context, tail::OPEN_V6),
+        IPV4 => run_from_self::<V4>(&context, tail::OPEN_V4, tail::ACT_V4),
+        IPV6 => run_from_self::<V6>(&context, tail::OPEN_V6, tail::ACT_V6),
         _ => PASS,
     }
 }
@@ -284,7 +318,58 @@ where
 }
 
 #[inline(always)]
-fn run_from_self<A: LinkAddress + Wire + Handed>(context: &TcContext, opener: u32) -> i32
+fn run_from_overlay<A: LinkAddress + Wire + Handed>(context: &TcContext, opener: u32) -> i32
+where
+    MapTables: dataplane_common::Tables<A>,
+{
+    let mut parsed: Parsed<A> = packet::parse(context);
+    if !parsed.valid {
+        return drop_packet(DropReason::Malformed);
+    }
+    complete_fragment(context, &mut parsed, Hook::Overlay);
+    let decision = path::from_overlay(&mut MapTables, &parsed.packet);
+    finish(context, &parsed, &decision, Hook::Overlay, opener)
+}
+
+#[inline(always)]
+fn run_to_overlay<A: LinkAddress + Wire>(context: &TcContext) -> i32
+where
+    MapTables: dataplane_common::Tables<A>,
+{
+    let mut parsed: Parsed<A> = packet::parse(context);
+    if !parsed.valid {
+        return drop_packet(DropReason::Malformed);
+    }
+    complete_fragment(context, &mut parsed, Hook::Stack);
+    if packet::came_in_by(context) == 0 {
+        let decision = path::from_stack(&mut MapTables, &parsed.packet);
+        // Errors about translated packets are of no use to the other node.
+        if decision.action != Action::Relate
+            && act::carry_out_in_place(context, &parsed, &decision) != PASS
+        {
+            return DROP;
+        }
+        parsed.packet.source = decision.source;
+        parsed.packet.destination = decision.destination;
+        parsed.packet.source_port = decision.source_port;
+        parsed.packet.destination_port = decision.destination_port;
+    }
+    let tunnel = tunnel_for(&mut MapTables, &parsed.packet);
+    if tunnel.found == 0 {
+        return drop_packet(DropReason::NoTunnel);
+    }
+    if !overlay::wrap(context, &tunnel) {
+        return drop_packet(DropReason::RewriteFailed);
+    }
+    PASS
+}
+
+#[inline(always)]
+fn run_from_self<A: LinkAddress + Wire + Handed>(
+    context: &TcContext,
+    opener: u32,
+    actor: u32,
+) -> i32
 where
     MapTables: dataplane_common::Tables<A>,
 {
@@ -292,8 +377,19 @@ where
     if !parsed.valid {
         return PASS;
     }
-    let decision = path::from_self(&mut MapTables, &parsed.packet);
-    finish(context, &parsed, &decision, Hook::Own, opener)
+    let Some(pending) = A::pending() else {
+        return drop_packet(DropReason::ProgramMissing);
+    };
+    pending.hook = Hook::Own as u32;
+    pending.parsed = parsed;
+    pending.decision = path::from_self(&mut MapTables, &parsed.packet);
+    match pending.decision.action {
+        Action::Open => go_on(context, opener),
+        Action::Relate => go_on(context, A::RELATE),
+        Action::Stack if pending.decision.translation == Translation::None => PASS,
+        // Both families are read in one program: there is no room to act in.
+        _ => go_on(context, actor),
+    }
 }
 
 #[inline(always)]

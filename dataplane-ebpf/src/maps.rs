@@ -459,6 +459,24 @@ pub(crate) fn host_ifindex() -> u32 {
     }
 }
 
+/// The overlay's device; zero while there is none.
+#[inline(always)]
+pub(crate) fn overlay_ifindex() -> u32 {
+    match v4::NODE.get(0) {
+        Some(node) => node.overlay_ifindex,
+        None => 0,
+    }
+}
+
+/// VXLAN network identifier of the overlay.
+#[inline(always)]
+pub(crate) fn overlay_network() -> u32 {
+    match v4::NODE.get(0) {
+        Some(node) => node.overlay_network,
+        None => 0,
+    }
+}
+
 /// Where the host link's program runs, and the first uplink; each is zero while there is none.
 #[inline(always)]
 pub(crate) fn host_peer_and_uplink() -> (u32, u32) {

@@ -30,6 +30,8 @@ pub(crate) struct Parsed<A> {
     pub(crate) transport: u32,
     /// Offset of the header that says which fragment this is; only for fragments.
     pub(crate) fragment: u32,
+    /// Time to live, or hop limit.
+    pub(crate) hops: u8,
     pub(crate) valid: bool,
 }
 
@@ -208,6 +210,7 @@ impl Headers for V4 {
             packet: Packet::default(),
             transport: 0,
             fragment: 0,
+            hops: 0,
             valid: false,
         };
         let Some(header) = load::<Ipv4Header>(context, at) else {
@@ -223,6 +226,7 @@ impl Headers for V4 {
         parsed.packet.source = header.source;
         parsed.packet.destination = header.destination;
         parsed.packet.protocol = header.protocol;
+        parsed.hops = header.time_to_live;
         let fragment = u16::from_be(header.fragment);
         if fragment & MORE_OR_OFFSET != 0 {
             parsed.packet.flags |= FRAGMENT;
@@ -303,6 +307,7 @@ impl Headers for V6 {
             packet: Packet::default(),
             transport: 0,
             fragment: 0,
+            hops: 0,
             valid: false,
         };
         let Some(header) = load::<Ipv6Header>(context, at) else {
@@ -310,6 +315,7 @@ impl Headers for V6 {
         };
         parsed.packet.source = header.source;
         parsed.packet.destination = header.destination;
+        parsed.hops = header.hop_limit;
         let mut protocol = header.next_header;
         let mut offset = at + IPV6_HEADER;
         let mut first = true;

@@ -20,6 +20,9 @@ pub(crate) trait Addresses: Family {
         to: (&Self, &Self),
         difference: u32,
     ) -> bool;
+
+    /// Writes the time to live or hop limit, and what depends on it.
+    fn write_hops(skb: *mut __sk_buff, from: u8, to: u8) -> bool;
 }
 
 /// Rewrites the packet as decided. False when the kernel refused a part: the packet is not fit to travel.
@@ -105,6 +108,12 @@ fn rewrite_sctp<A: Headers>(
     store(skb, parsed.transport, &[to.0.0, to.1.0], flags) && store(skb, at, &new, flags)
 }
 
+/// Takes one from the `hops` that the packet has left, which are at least one.
+#[inline(always)]
+pub(crate) fn count_hop<A: Addresses>(context: &TcContext, hops: u8) -> bool {
+    A::write_hops(context.skb.skb, hops, hops - 1)
+}
+
 /// Writes the Ethernet addresses.
 #[inline(always)]
 pub(crate) fn write_macs(context: &TcContext, destination: &[u8; 6], source: &[u8; 6]) -> bool {
@@ -141,6 +150,17 @@ impl Addresses for V4 {
         store(skb, SOURCE, &both, 0)
             && unsafe { bpf_l3_csum_replace(skb, CHECKSUM, 0, difference as u64, 0) } == 0
     }
+
+    #[inline(always)]
+    fn write_hops(skb: *mut __sk_buff, from: u8, to: u8) -> bool {
+        const HOPS: u32 = ETHERNET_HEADER + 8;
+        const CHECKSUM: u32 = ETHERNET_HEADER + 10;
+        // The first byte of its word.
+        let word = |hops: u8| u16::from_ne_bytes([hops, 0]) as u64;
+        // SAFETY: the helper checks the offset.
+        store(skb, HOPS, &to, 0)
+            && unsafe { bpf_l3_csum_replace(skb, CHECKSUM, word(from), word(to), 2) } == 0
+    }
 }
 
 impl Addresses for V6 {
@@ -156,5 +176,11 @@ impl Addresses for V6 {
         // There is no header checksum that outweighs the change, so a sum over the whole packet that the device gave
         // must follow the addresses; the transport's pseudo header takes it back.
         store(skb, SOURCE, &both, BPF_F_RECOMPUTE_CSUM as u64)
+    }
+
+    #[inline(always)]
+    fn write_hops(skb: *mut __sk_buff, _from: u8, to: u8) -> bool {
+        const HOPS: u32 = ETHERNET_HEADER + 7;
+        store(skb, HOPS, &to, BPF_F_RECOMPUTE_CSUM as u64)
     }
 }

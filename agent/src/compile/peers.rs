@@ -20,16 +20,18 @@ pub enum Reach {
     Unknown,
 }
 
-/// The other end of the overlay for a pod range.
+/// The other end of the overlay for addresses of another node.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Tunnel {
-    /// Address of the node that has the pods.
+    /// Address of the node.
     pub remote: IpAddr,
     /// Bytes of the largest packet that fits once it is wrapped.
     pub mtu: u32,
+    /// There is no other way. Neighbours have a tunnel too, for clients whose backend is to answer them itself.
+    pub needed: bool,
 }
 
-/// Tunnels by the pod range behind them.
+/// Tunnels by the pod ranges and node addresses behind them; empty without the overlay.
 pub type Tunnels = BTreeMap<IpNetwork, Tunnel>;
 
 /// Bytes that the overlay puts in front of a packet: Ethernet 14, VXLAN 8 (RFC 7348), UDP 8, and the IP header.
@@ -60,8 +62,17 @@ pub fn addresses(node_name: &str, nodes: &BTreeMap<String, Node>) -> BTreeSet<Ip
 /// is in use.
 #[must_use]
 pub fn pod_mtu(uplink_mtu: u32, tunnels: &Tunnels) -> u32 {
-    let headers = tunnels.values().map(|t| overhead(t.remote)).max();
+    let needed = tunnels.values().filter(|t| t.needed);
+    let headers = needed.map(|t| overhead(t.remote)).max();
     uplink_mtu.saturating_sub(headers.unwrap_or(0))
+}
+
+/// The tunnels alone, without the overlay none.
+#[must_use]
+pub fn tunnels(input: &Input<'_>) -> Tunnels {
+    let mut compiled = Compiled::default();
+    add(input, &mut compiled);
+    compiled.tunnels
 }
 
 /// Adds the routes, tunnels and problems of all peers.
@@ -91,6 +102,21 @@ pub(super) fn add(input: &Input<'_>, compiled: &mut Compiled) {
                 compiled.problems.push(problem);
             }
         }
+        if node.name != input.node_name {
+            add_addresses(input, node, compiled);
+        }
+    }
+}
+
+/// The node's own addresses: processes there may be backends.
+fn add_addresses(input: &Input<'_>, node: &Node, compiled: &mut Compiled) {
+    if input.overlay_link.is_none() {
+        return;
+    }
+    for remote in internal_ips(node) {
+        if let Some(tunnel) = tunnel_to(input, remote, LEAST_MTU_V6) {
+            compiled.tunnels.insert(IpNetwork::from(remote), tunnel);
+        }
     }
 }
 
@@ -110,9 +136,15 @@ fn add_range(
                 source,
             },
         );
+        if let (Some(_), Ok(tunnel)) = (input.overlay_link, tunnel(input, node, cidr)) {
+            compiled.tunnels.insert(cidr, tunnel);
+        }
         return Ok(());
     }
-    let tunnel = tunnel(input, node, cidr)?;
+    let tunnel = Tunnel {
+        needed: true,
+        ..tunnel(input, node, cidr)?
+    };
     let Some(link) = input.overlay_link else {
         return Err(Problem::NotOnLink {
             node: node.name.clone(),
@@ -154,13 +186,7 @@ fn tunnel(input: &Input<'_>, node: &Node, cidr: IpNetwork) -> Result<Tunnel, Pro
     let found = v4
         .into_iter()
         .chain(v6)
-        .find_map(|remote| match input.reach.get(&remote) {
-            Some(Reach::OnLink { mtu, .. } | Reach::Routed { mtu }) => Some(Tunnel {
-                remote,
-                mtu: mtu.saturating_sub(overhead(remote)).max(least),
-            }),
-            _ => None,
-        });
+        .find_map(|remote| tunnel_to(input, remote, least));
     found.ok_or_else(|| {
         let node = node.name.clone();
         match all.first() {
@@ -172,6 +198,18 @@ fn tunnel(input: &Input<'_>, node: &Node, cidr: IpNetwork) -> Result<Tunnel, Pro
             None => Problem::NoAddress { node, cidr },
         }
     })
+}
+
+/// A tunnel to an address of a node, unless there is no way to it. `least` is an MTU in bytes.
+fn tunnel_to(input: &Input<'_>, remote: IpAddr, least: u32) -> Option<Tunnel> {
+    match input.reach.get(&remote) {
+        Some(Reach::OnLink { mtu, .. } | Reach::Routed { mtu }) => Some(Tunnel {
+            remote,
+            mtu: mtu.saturating_sub(overhead(remote)).max(least),
+            needed: false,
+        }),
+        _ => None,
+    }
 }
 
 fn internal_ips(node: &Node) -> impl Iterator<Item = IpAddr> + '_ {

@@ -8,11 +8,13 @@ use std::net::IpAddr;
 use control_api::desired::DesiredState;
 use dataplane_common::layout::{
     ENDPOINT_NODE, ENDPOINT_NODE_PORTS, ENDPOINT_PEER, NODE_MASQUERADE, Node, RANGE_EXEMPT,
-    RANGE_OWN, RANGE_SERVICE, Range,
+    RANGE_OVERLAY, RANGE_OWN, RANGE_SERVICE, Range,
 };
+use dataplane_common::{V4, V6};
 use ipnetwork::IpNetwork;
 
 use super::node_addresses::{Input, NodeAddresses};
+use super::peers::Tunnels;
 
 /// What the operator chose for this node.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -52,6 +54,20 @@ pub struct Surroundings {
 }
 
 impl Surroundings {
+    /// Adds the ranges that other nodes can be reached at through the overlay.
+    pub fn add_tunnels(&mut self, tunnels: &Tunnels) {
+        for (network, tunnel) in tunnels {
+            let range = self.ranges.entry(*network).or_default();
+            if tunnel.needed {
+                range.flags |= RANGE_OVERLAY;
+            }
+            match tunnel.remote {
+                IpAddr::V4(remote) => range.remote_v4 = V4::new(remote.octets()),
+                IpAddr::V6(remote) => range.remote_v6 = V6::new(remote.octets()),
+            }
+        }
+    }
+
     /// Enters in the node's own record what is not in a table.
     pub(crate) fn enter<A>(&self, node: &mut Node<A>) {
         node.flags = if self.masquerade { NODE_MASQUERADE } else { 0 };
@@ -118,6 +134,7 @@ fn network(text: &str) -> Option<IpNetwork> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::compile::peers::Tunnel;
     use control_api::v1;
 
     fn desired() -> DesiredState {
@@ -158,6 +175,31 @@ mod tests {
         assert_eq!(range("10.96.0.0/16"), RANGE_SERVICE);
         assert_eq!(found.ranges.len(), 4);
         assert_eq!(found.node_ports, (30_000, 32_767));
+    }
+
+    #[test]
+    fn tunnels_add_to_what_a_range_is() {
+        let mut found = surroundings(&desired(), "n1", &[], &Choices::default());
+        let tunnel = |remote: &str, needed| Tunnel {
+            remote: remote.parse().unwrap(),
+            mtu: 1450,
+            needed,
+        };
+        let (range, address): (IpNetwork, IpNetwork) = (
+            "10.244.2.0/24".parse().unwrap(),
+            "2001:db8::12/128".parse().unwrap(),
+        );
+        found.add_tunnels(&Tunnels::from([
+            (range, tunnel("192.0.2.12", true)),
+            (address, tunnel("2001:db8::12", false)),
+        ]));
+        let wrapped = found.ranges[&range];
+        assert_eq!(wrapped.flags, RANGE_EXEMPT | RANGE_OVERLAY);
+        assert_eq!(wrapped.remote_v4, V4::new([192, 0, 2, 12]));
+        assert_eq!(wrapped.remote_v6, V6::default());
+        let direct = found.ranges[&address];
+        assert_eq!((direct.flags, direct.remote_v4), (0, V4::default()));
+        assert_ne!(direct.remote_v6, V6::default());
     }
 
     #[test]

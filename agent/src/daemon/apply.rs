@@ -22,7 +22,7 @@ use weir_agent::netlink::{Netlink, NetlinkError, sync};
 use weir_agent::observe::Observe;
 
 use super::Readiness;
-use super::base::Base;
+use super::base::{self, Base};
 use super::refusals;
 
 /// Changes of links and routes come in bursts; routes are compared once they are over.
@@ -62,12 +62,16 @@ struct Progress {
     retry_after: Duration,
     retry_at: Option<tokio::time::Instant>,
     problems: BTreeSet<String>,
+    /// Those of the node when routes were last compared.
+    addresses: BTreeSet<IpAddr>,
     /// Revision and problem last acknowledged.
     told: Option<(u64, String)>,
 }
 
 /// What one pass over the routes found.
 struct RoutePass {
+    /// Of the node.
+    addresses: BTreeSet<IpAddr>,
     errors: Vec<NetlinkError>,
     problems: Vec<Problem>,
 }
@@ -282,6 +286,10 @@ impl Applier {
             tracing::warn!(%problem, "no route");
         }
         progress.problems = problems;
+        if !progress.addresses.is_subset(&pass.addresses) {
+            self.feed.reconnect();
+        }
+        progress.addresses = pass.addresses;
         pass.errors.iter().map(ToString::to_string).collect()
     }
 
@@ -308,6 +316,7 @@ fn merge(progress: Option<Progress>, update: Update) -> Progress {
             retry_after: RETRY_FIRST,
             retry_at: None,
             problems: BTreeSet::new(),
+            addresses: BTreeSet::new(),
             told: None,
         };
     };
@@ -351,7 +360,8 @@ fn route_pass(
     let mut netlink = Netlink::open()?;
     let links = base.restore(&mut netlink)?;
     let present = netlink.links()?;
-    let node_ips = own_addresses(config, state);
+    let addresses = base::addresses(&mut netlink)?;
+    let node_ips = own_addresses(config, state, &addresses);
     let reach = sync::reach_of(
         &mut netlink,
         &peers::addresses(&config.node_name, &state.nodes),
@@ -400,13 +410,15 @@ fn route_pass(
         tracing::warn!(error = %e, "a route could not be changed; trying again");
     }
     Ok(RoutePass {
+        addresses,
         errors: done.errors,
         problems,
     })
 }
 
-/// The addresses of this node as its Node object has them now; those of the configuration until it is known.
-fn own_addresses(config: &Config, state: &DesiredState) -> Vec<IpAddr> {
+/// The addresses of this node as its Node object has them now, those of the configuration until the object is
+/// known. Addresses that no link has are left out: the kernel would refuse them as sources.
+fn own_addresses(config: &Config, state: &DesiredState, present: &BTreeSet<IpAddr>) -> Vec<IpAddr> {
     let told: Vec<IpAddr> = state
         .nodes
         .get(&config.node_name)
@@ -414,11 +426,16 @@ fn own_addresses(config: &Config, state: &DesiredState) -> Vec<IpAddr> {
         .flat_map(|node| &node.internal_ips)
         .filter_map(|ip| ip.parse().ok())
         .collect();
-    if told.is_empty() {
-        config.node_ips.clone()
+    let known = if told.is_empty() {
+        &config.node_ips
     } else {
-        told
-    }
+        &told
+    };
+    known
+        .iter()
+        .copied()
+        .filter(|ip| present.contains(ip))
+        .collect()
 }
 
 /// Keeps pods and host link at the MTU that every path takes.

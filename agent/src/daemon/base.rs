@@ -9,11 +9,12 @@ use std::sync::{Arc, Mutex, PoisonError};
 use anyhow::Result;
 use control_api::desired::DesiredState;
 use weir_agent::compile::node_addresses::NodeAddresses;
-use weir_agent::compile::peers;
+use weir_agent::compile::peers::{self, Tunnels};
+use weir_agent::compile::routes;
 use weir_agent::compile::surroundings::{Choices, Surroundings, surroundings};
 use weir_agent::config::Config;
 use weir_agent::kernel::{self, Kernel};
-use weir_agent::netlink::{Netlink, base, overlay, reserved_ports};
+use weir_agent::netlink::{Netlink, base, overlay, reserved_ports, sync};
 
 /// Interface indexes that carry our programs.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -21,6 +22,7 @@ struct Attached {
     host_link: (u32, u32),
     park_link: (u32, u32),
     uplinks: BTreeMap<String, u32>,
+    overlay: Option<u32>,
 }
 
 /// Links of ours that routes lead to, and what fits through the others.
@@ -78,7 +80,8 @@ impl Base {
         netlink: &mut Netlink,
         state: &DesiredState,
     ) -> Result<NodeAddresses> {
-        let wanted = self.surroundings(netlink, state)?;
+        let mut wanted = self.surroundings(netlink, state)?;
+        wanted.add_tunnels(&self.tunnels(netlink, state)?);
         self.kernel.set_surroundings(&wanted)?;
         let (first, last) = wanted.node_ports;
         if first != 0 && first <= last {
@@ -87,18 +90,34 @@ impl Base {
         Ok(wanted.nodes)
     }
 
+    /// The ways through the overlay, as the nodes and this node's routes are now.
+    fn tunnels(&self, netlink: &mut Netlink, state: &DesiredState) -> Result<Tunnels> {
+        let attached = self.attached.lock().unwrap_or_else(PoisonError::into_inner);
+        let overlay_link = attached.overlay;
+        drop(attached);
+        let links = netlink.links()?;
+        let name = &self.config.node_name;
+        let reach = sync::reach_of(netlink, &peers::addresses(name, &state.nodes), &links)?;
+        Ok(peers::tunnels(&routes::Input {
+            node_name: name,
+            node_ips: &[],
+            nodes: &state.nodes,
+            service_cidrs: &[],
+            service_addresses: &[],
+            host_link: 0,
+            overlay_link,
+            pods: &[],
+            reach: &reach,
+        }))
+    }
+
     /// What surrounds the node now.
     pub(super) fn surroundings(
         &self,
         netlink: &mut Netlink,
         state: &DesiredState,
     ) -> Result<Surroundings> {
-        let own: Vec<IpAddr> = netlink
-            .addresses()?
-            .into_iter()
-            .map(|(_, address)| address)
-            .filter(|address| !is_link_scope(*address))
-            .collect();
+        let own: Vec<IpAddr> = addresses(netlink)?.into_iter().collect();
         let settings = &self.config.dataplane;
         let choices = Choices {
             configured: self.config.node_ips.clone(),
@@ -138,6 +157,7 @@ impl Base {
             host_link: (host_link.near.index, host_link.far.index),
             park_link: (park_link.near.index, park_link.far.index),
             uplinks: BTreeMap::new(),
+            overlay: None,
         };
         let mut uplink_mtu = None;
         let mut pairs = BTreeSet::new();
@@ -173,36 +193,69 @@ impl Base {
                 self.accelerate(uplink, pairs.contains(index));
             }
         }
+        let uplink_mtu = uplink_mtu.unwrap_or_else(|| self.mtu());
+        now.overlay = self.restore_overlay(netlink, uplink_mtu, attached.overlay)?;
         if *attached != Attached::default() && *attached != now {
             tracing::warn!(before = ?*attached, now = ?now, "links of the node changed; programs are attached again");
         }
-        let uplink_mtu = uplink_mtu.unwrap_or_else(|| self.mtu());
         let links = Links {
             host_link: now.host_link.0,
-            overlay: self.overlay(netlink, uplink_mtu)?,
+            overlay: now.overlay,
             uplink_mtu,
         };
         *attached = now;
         Ok(links)
     }
 
-    /// Nodes of the own segment need no overlay, so a kernel without it is no reason to stop.
-    fn overlay(&self, netlink: &mut Netlink, uplink_mtu: u32) -> Result<Option<u32>> {
+    /// Nodes of the own segment need no overlay, so a kernel without it is no reason to stop. `attached` is the device
+    /// that has its programs.
+    fn restore_overlay(
+        &self,
+        netlink: &mut Netlink,
+        uplink_mtu: u32,
+        attached: Option<u32>,
+    ) -> Result<Option<u32>> {
         let settings = &self.config.overlay;
-        if !settings.enabled {
-            overlay::remove(netlink)?;
-            return Ok(None);
-        }
-        let mtu = uplink_mtu.saturating_sub(peers::overhead(std::net::Ipv4Addr::LOCALHOST.into()));
-        match overlay::ensure(netlink, settings.port, mtu) {
-            Ok(link) => Ok(Some(link.index)),
-            Err(e) if e.is_unsupported() => {
-                tracing::warn!(error = %e, "no overlay; nodes behind a router cannot be reached");
-                Ok(None)
+        let link = if settings.enabled {
+            let headers = peers::overhead(std::net::Ipv4Addr::LOCALHOST.into());
+            match overlay::ensure(netlink, settings.port, uplink_mtu.saturating_sub(headers)) {
+                Ok(link) => Some(link),
+                Err(e) if e.is_unsupported() => {
+                    tracing::warn!(error = %e, "no overlay; nodes behind a router cannot be reached");
+                    None
+                }
+                Err(e) => return Err(e.into()),
             }
-            Err(e) => Err(e.into()),
+        } else {
+            overlay::remove(netlink)?;
+            None
+        };
+        let Some(link) = link else {
+            self.kernel.set_overlay(None)?;
+            return Ok(None);
+        };
+        if attached != Some(link.index) {
+            self.kernel.set_overlay(Some(&kernel::OverlayLink {
+                name: link.name,
+                ifindex: link.index,
+                network: settings.vni,
+                port: settings.port,
+            }))?;
         }
+        if !link.up {
+            netlink.set_link_up(link.index, true)?;
+        }
+        Ok(Some(link.index))
     }
+}
+
+/// Addresses by which others know this node.
+pub(super) fn addresses(netlink: &mut Netlink) -> Result<BTreeSet<IpAddr>> {
+    let all = netlink.addresses()?.into_iter();
+    Ok(all
+        .map(|(_, address)| address)
+        .filter(|address| !is_link_scope(*address))
+        .collect())
 }
 
 /// Loopback and link-local addresses mean another node on every node.

@@ -100,6 +100,8 @@ enum Lost {
     Closed,
     #[error("the server answered {:?}: {}", .0.code(), .0.message())]
     Refused(Box<tonic::Status>),
+    #[error("an address of this node has gone")]
+    Moved,
     #[error("no message within {} s", SILENCE_LIMIT.as_secs())]
     Silent,
 }
@@ -239,6 +241,7 @@ impl Follower {
                     // A full queue means that the network is behind already: a heartbeat would say nothing new.
                     let _ = requests.try_send(request(follow_request::Kind::Heartbeat(beat)));
                 }
+                () = self.shared.moved.notified() => return Err(Lost::Moved),
                 () = tokio::time::sleep_until(deadline) => return Err(Lost::Silent),
             }
         }

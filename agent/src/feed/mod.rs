@@ -15,7 +15,7 @@ use std::path::PathBuf;
 use std::sync::{Arc, Mutex};
 
 use control_api::desired::DesiredState;
-use tokio::sync::watch;
+use tokio::sync::{Notify, watch};
 use tokio_util::sync::CancellationToken;
 use tonic::transport::Channel;
 
@@ -83,6 +83,8 @@ struct Shared {
     status: Mutex<FeedStatus>,
     applied: watch::Sender<Applied>,
     channel: watch::Sender<Option<Channel>>,
+    /// Ends the connection that is open.
+    moved: Notify,
 }
 
 /// The feed of this node. Cheap to clone.
@@ -105,6 +107,7 @@ pub fn start(config: &Config, shutdown: CancellationToken) -> Result<FeedHandle,
         status: Mutex::default(),
         applied: watch::channel(Applied::default()).0,
         channel: watch::channel(None).0,
+        moved: Notify::new(),
     });
     let snapshot_path = config.state_dir.join(disk::FILE_NAME);
     if let Some(state) = disk::load(&snapshot_path) {
@@ -150,6 +153,12 @@ impl FeedHandle {
         self.shared
             .applied
             .send_replace(Applied { revision, error });
+    }
+
+    /// Makes a new connection: the one that is open began at an address that this node has no more, which nobody would
+    /// notice for a long time.
+    pub fn reconnect(&self) {
+        self.shared.moved.notify_waiters();
     }
 
     #[must_use]

@@ -70,6 +70,17 @@ pub struct HostLink {
     pub host_mac: [u8; 6],
 }
 
+/// The overlay's device and what its packets carry.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct OverlayLink {
+    pub name: String,
+    pub ifindex: u32,
+    /// VXLAN network identifier.
+    pub network: u32,
+    /// UDP port.
+    pub port: u16,
+}
+
 /// Instructions of a program.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct ProgramSize {
@@ -352,6 +363,18 @@ impl Kernel {
     /// [`KernelError`] when a map cannot be read.
     pub fn socket_entries(&self) -> Result<usize, KernelError> {
         lock(&self.programs).socket_entries()
+    }
+
+    /// Attaches the programs of the overlay's device, or forgets the device. Safe to repeat.
+    ///
+    /// # Errors
+    /// [`AttachError`] names the device and the step.
+    pub fn set_overlay(&self, link: Option<&OverlayLink>) -> Result<(), AttachError> {
+        let mut programs = lock(&self.programs);
+        match link {
+            Some(link) => programs.attach_overlay(link),
+            None => programs.leave_overlay(),
+        }
     }
 
     /// Makes the tables of node addresses and address ranges equal to what surrounds the node. Safe to repeat; costs what

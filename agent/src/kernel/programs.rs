@@ -42,6 +42,8 @@ pub enum Program {
     ToPod,
     FromNetwork,
     ToNetwork,
+    FromOverlay,
+    ToOverlay,
     /// On the loopback link: the node's own processes to its own addresses.
     FromSelf,
     /// On the link to user space: fragments that come back.
@@ -49,6 +51,7 @@ pub enum Program {
     /// From here on: on no hook, but the end of others.
     FromPodV6,
     FromNetworkV6,
+    FromOverlayV6,
     OpenV4,
     OpenV6,
     ActV4,
@@ -59,15 +62,18 @@ pub enum Program {
 }
 
 impl Program {
-    pub const ALL: [Self; 15] = [
+    pub const ALL: [Self; 18] = [
         Self::FromPod,
         Self::ToPod,
         Self::FromNetwork,
         Self::ToNetwork,
+        Self::FromOverlay,
+        Self::ToOverlay,
         Self::FromSelf,
         Self::FromPark,
         Self::FromPodV6,
         Self::FromNetworkV6,
+        Self::FromOverlayV6,
         Self::OpenV4,
         Self::OpenV6,
         Self::ActV4,
@@ -85,10 +91,13 @@ impl Program {
             Self::ToPod => "to_pod",
             Self::FromNetwork => "from_network",
             Self::ToNetwork => "to_network",
+            Self::FromOverlay => "from_overlay",
+            Self::ToOverlay => "to_overlay",
             Self::FromSelf => "from_self",
             Self::FromPark => "from_park",
             Self::FromPodV6 => "from_pod_v6",
             Self::FromNetworkV6 => "from_network_v6",
+            Self::FromOverlayV6 => "from_overlay_v6",
             Self::OpenV4 => "open_v4",
             Self::OpenV6 => "open_v6",
             Self::ActV4 => "act_v4",
@@ -106,10 +115,13 @@ impl Program {
             | Self::ToPod
             | Self::FromNetwork
             | Self::ToNetwork
+            | Self::FromOverlay
+            | Self::ToOverlay
             | Self::FromSelf
             | Self::FromPark => None,
             Self::FromPodV6 => Some(tail::FROM_POD_V6),
             Self::FromNetworkV6 => Some(tail::FROM_NETWORK_V6),
+            Self::FromOverlayV6 => Some(tail::FROM_OVERLAY_V6),
             Self::OpenV4 => Some(tail::OPEN_V4),
             Self::OpenV6 => Some(tail::OPEN_V6),
             Self::ActV4 => Some(tail::ACT_V4),

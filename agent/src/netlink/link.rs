@@ -81,7 +81,7 @@ impl Netlink {
         .map_err(|e| NetlinkError::new(format!("create veth pair {} - {}", near.name, far.name), e))
     }
 
-    /// Creates a VXLAN device that takes every tunnel key from programs and resolves no neighbours, and brings it up.
+    /// Creates a VXLAN device that takes every tunnel key from programs and resolves no neighbours; it is down.
     ///
     /// # Errors
     /// [`NetlinkError`] names the device; [`NetlinkError::is_unsupported`] when the kernel has no VXLAN.
@@ -93,8 +93,8 @@ impl Netlink {
         mtu: u32,
     ) -> Result<(), NetlinkError> {
         let mut message = LinkMessage::default();
-        message.header.flags = LinkFlags::Up | LinkFlags::Noarp;
-        message.header.change_mask = LinkFlags::Up | LinkFlags::Noarp;
+        message.header.flags = LinkFlags::Noarp;
+        message.header.change_mask = LinkFlags::Noarp;
         message.attributes = vec![
             LinkAttribute::IfName(name.to_owned()),
             LinkAttribute::Address(mac.to_vec()),

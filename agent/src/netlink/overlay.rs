@@ -6,7 +6,8 @@ use super::{Netlink, NetlinkError, OVERLAY_LINK, absent_is_done, base};
 /// Address of the device on every node: nobody has to learn it.
 pub const OVERLAY_MAC: Mac = dataplane_common::OVERLAY_MAC;
 
-/// Makes or adopts the device, up and with this MTU in bytes. One with another port is made anew.
+/// Makes or adopts the device, with this MTU in bytes. One with another port is made anew. A new one is down: it is for
+/// its programs to say whose packets it takes.
 ///
 /// # Errors
 /// [`NetlinkError`] names the step; [`NetlinkError::is_unsupported`] when the kernel has no VXLAN.
@@ -33,14 +34,7 @@ pub fn ensure(netlink: &mut Netlink, port: u16, mtu: u32) -> Result<Link, Netlin
     if found.mtu != mtu {
         netlink.set_link_mtu(found.index, mtu)?;
     }
-    if !found.up {
-        netlink.set_link_up(found.index, true)?;
-    }
-    Ok(Link {
-        mtu,
-        up: true,
-        ..found
-    })
+    Ok(Link { mtu, ..found })
 }
 
 /// Removes the device; true when there was one.

@@ -1,7 +1,7 @@
 //! Places for a new flow: its two entries, and the source port where translation chooses one.
 
 use crate::address::{Family, Port};
-use crate::layout::{FLOW_MASQUERADED, FLOW_PLAIN, Flow, FlowKey};
+use crate::layout::{FLOW_DSR, FLOW_MASQUERADED, FLOW_PLAIN, Flow, FlowKey};
 use crate::packet::Packet;
 use crate::path::Translated;
 use crate::ports::{BLOCK, Ports, Tier};
@@ -128,7 +128,8 @@ fn claim_reply<A: Family, T: Tables<A>>(tables: &mut T, scratch: &mut Scratch<A>
                 inserted = tables.insert_reply(&scratch.reply, &scratch.key);
             }
         }
-        if inserted != Inserted::Exists {
+        // The node of a backend that answers the client itself must see the client's own port.
+        if inserted != Inserted::Exists || scratch.flow.flags & FLOW_DSR != 0 {
             return inserted;
         }
         tables.count(Event::SourcePortChanged);

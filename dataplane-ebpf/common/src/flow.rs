@@ -1,7 +1,7 @@
 //! The life of a flow: what its TCP flags say, how long it may be idle, and whether it may be used again.
 
 use crate::address::{Family, SCTP, TCP};
-use crate::layout::{FLOW_SERVICE, Flow, FlowKey, backend_state};
+use crate::layout::{FLOW_DSR, FLOW_SERVICE, Flow, FlowKey, backend_state};
 use crate::packet::{Packet, tcp};
 
 /// Idle seconds after which a flow is over.
@@ -133,7 +133,7 @@ impl<A: Family> Flow<A> {
     #[must_use]
     pub fn timeout_s(&self, pressure: bool) -> u32 {
         let (relaxed, pressed) = if !self.is_connection() {
-            if self.server_seen_s != 0 {
+            if self.is_answered() {
                 (timeout::UDP_ANSWERED_S, timeout::pressure::UDP_ANSWERED_S)
             } else {
                 (timeout::UDP_ONE_WAY_S, timeout::pressure::UDP_ONE_WAY_S)
@@ -244,9 +244,22 @@ impl<A: Family> Flow<A> {
         }
     }
 
+    /// The backend has sent something. Where it answers elsewhere, the client's going on says as much.
+    #[inline(always)]
+    fn is_answered(&self) -> bool {
+        let goes_on = self.flags & FLOW_DSR != 0 && self.client_seen_s != self.created_s;
+        self.server_seen_s != 0 || goes_on
+    }
+
+    /// The backend's side of a flow that answers elsewhere is never seen: the client's has to do.
     #[inline(always)]
     fn both(&self, flag: u8) -> bool {
-        self.client_flags & self.server_flags & flag as u32 != 0
+        let server = if self.flags & FLOW_DSR != 0 {
+            self.client_flags
+        } else {
+            self.server_flags
+        };
+        self.client_flags & server & flag as u32 != 0
     }
 
     #[inline(always)]

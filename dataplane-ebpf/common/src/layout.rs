@@ -60,6 +60,8 @@ pub const FLOW_PLAIN: u32 = 2;
 pub const FLOW_MASQUERADED: u32 = 4;
 /// Opened by a client outside the node.
 pub const FLOW_INBOUND: u32 = 8;
+/// Its packets go unchanged through the overlay to the backend's node, which answers the client itself.
+pub const FLOW_DSR: u32 = 16;
 
 /// Service address and port. The address is all zero for ports that every node address serves (NodePorts, hostPorts
 /// without an address of their own). Port and protocol are zero for an address that serves no other ports: echo requests
@@ -154,9 +156,8 @@ pub struct RangeKey<A> {
 pub struct Range {
     /// [`RANGE_EXEMPT`] and its siblings.
     pub flags: u32,
-    /// VXLAN network identifier, for [`RANGE_OVERLAY`].
-    pub network: u32,
-    /// The other node, for [`RANGE_OVERLAY`]; all zero when it is reached over the other family.
+    /// The node that has these addresses can be reached through the overlay, needed or not; one address is all zero.
+    /// Both are where it cannot, and for addresses of no node.
     pub remote_v4: V4,
     pub remote_v6: V6,
 }
@@ -348,6 +349,11 @@ pub struct Node<A> {
     pub node_port_last: u16,
     /// The overlay's device; zero while there is none.
     pub overlay_ifindex: u32,
+    /// VXLAN network identifier of the overlay.
+    pub overlay_network: u32,
+    /// UDP port of the overlay. Host order.
+    pub overlay_port: u16,
+    pub reserved: u16,
 }
 
 /// Pods get the node's address on their way out of the cluster.
@@ -362,9 +368,9 @@ macro_rules! assert_layout {
 assert_layout! {
     AffinityKey<V4> = 8, AffinityKey<V6> = 20, Affinity = 12, FragmentKey<V4> = 16, FragmentKey<V6> = 40, Datagram = 20, Park = 8,
     FlowKey<V4> = 16, FlowKey<V6> = 40, Flow<V4> = 64, Flow<V6> = 88, FrontendKey<V4> = 8, FrontendKey<V6> = 20,
-    Frontend = 24, SlotKey = 8, Backend<V4> = 12, Backend<V6> = 24, Endpoint = 20, Link = 24, Node<V4> = 44,
-    Node<V6> = 56, MaglevKey = 8, MaglevBlock = 256, SourceRangeKey<V4> = 12, SourceRangeKey<V6> = 24, RangeKey<V4> = 8,
-    RangeKey<V6> = 20, Range = 28,
+    Frontend = 24, SlotKey = 8, Backend<V4> = 12, Backend<V6> = 24, Endpoint = 20, Link = 24, Node<V4> = 52,
+    Node<V6> = 64, MaglevKey = 8, MaglevBlock = 256, SourceRangeKey<V4> = 12, SourceRangeKey<V6> = 24, RangeKey<V4> = 8,
+    RangeKey<V6> = 20, Range = 24,
 }
 
 impl<A: Family> FlowKey<A> {

@@ -18,6 +18,7 @@ pub mod icmp;
 pub mod layout;
 pub mod limit;
 mod open;
+pub mod overlay;
 pub mod packet;
 pub mod path;
 pub mod ports;
@@ -59,6 +60,8 @@ pub mod tail {
     /// ICMP errors about packets of flows.
     pub const RELATE_V4: u32 = 7;
     pub const RELATE_V6: u32 = 8;
+    /// The IPv6 half of the hook on the overlay's device.
+    pub const FROM_OVERLAY_V6: u32 = 9;
     /// How many places there are.
     pub const COUNT: u32 = 32;
 }

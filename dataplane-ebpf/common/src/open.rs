@@ -10,6 +10,7 @@ use crate::layout::{
     FLOW_SERVICE, FRONTEND_EXTERNAL_SCOPE, Flow, FrontendKey, NODE_MASQUERADE, Park, RANGE_OWN,
     RANGE_SERVICE, SCOPE_ALL, SCOPE_EXTERNAL,
 };
+use crate::overlay;
 use crate::packet::{Action, Decision, LATER_FRAGMENT, Packet, tcp};
 use crate::path::{Hook, Translated, deliver};
 use crate::reason::{DropReason, Event};
@@ -111,11 +112,14 @@ pub fn open<A: Family, T: Tables<A>>(
             Hook::Host => DropReason::NoFrontend,
             Hook::Own | Hook::Stack => return Decision::untouched(packet, Action::Stack),
             Hook::Pod => direct(tables, packet, flow),
-            Hook::Network => inbound(tables, packet, flow),
+            Hook::Network | Hook::Overlay => inbound(tables, packet, flow),
         },
     };
     if reason != DropReason::None {
         return Decision::drop(packet, reason);
+    }
+    if overlay::is_abused(tables, hook, packet, flow) {
+        return Decision::drop(packet, DropReason::OverlayPort);
     }
     let translated = if flow.flags == 0 {
         Translated::none(packet)
@@ -148,7 +152,9 @@ fn pass_through<A: Family, T: Tables<A>>(
         Hook::Pod if packet.destination.is_link_scope() => {
             Decision::untouched(packet, Action::Stack)
         }
-        Hook::Pod | Hook::Network => deliver(tables, hook, packet, &Translated::none(packet)),
+        Hook::Pod | Hook::Network | Hook::Overlay => {
+            deliver(tables, hook, packet, &Translated::none(packet))
+        }
     }
 }
 
@@ -165,7 +171,7 @@ fn is_ours<A: Family, T: Tables<A>>(tables: &mut T, hook: Hook, packet: &Packet<
     match hook {
         Hook::Pod => !packet.destination.is_link_scope(),
         Hook::Host => true,
-        Hook::Network => {
+        Hook::Network | Hook::Overlay => {
             let place = Place::of(tables, &packet.destination);
             place.is_local_pod()
                 || place.endpoint & ENDPOINT_NODE != 0
@@ -206,7 +212,8 @@ fn find_frontend<A: Family, T: Tables<A>>(
     if is_frontend(tables, hook, key) {
         return Served::Port;
     }
-    let serving = if hook.is_outside() {
+    // A node sends clients on that asked at its own address.
+    let serving = if hook == Hook::Network {
         ENDPOINT_NODE
     } else {
         ENDPOINT_NODE | ENDPOINT_PEER

@@ -106,6 +106,8 @@ pub enum Action {
     Network,
     /// To a process of this node, over the host link.
     Host,
+    /// Unchanged through the overlay, to the node of the flow's backend.
+    Overlay,
     /// Not decided yet: no flow has this packet, see [`crate::path::open`].
     Open,
     /// Not decided yet: it is about a packet that it quotes, see [`crate::icmp::relate`].

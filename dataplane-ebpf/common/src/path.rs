@@ -5,8 +5,8 @@ use crate::address::{Family, ICMPV6, Port, V4, V6};
 use crate::flow::Fitness;
 use crate::icmp::Related;
 use crate::layout::{
-    ENDPOINT_NODE, ENDPOINT_PEER, ENDPOINT_READY, Endpoint, FLOW_PLAIN, FLOW_SERVICE, Flow,
-    LINK_HAS_V4, LINK_HAS_V6, LINK_HOST, Link,
+    ENDPOINT_NODE, ENDPOINT_PEER, ENDPOINT_READY, Endpoint, FLOW_DSR, FLOW_PLAIN, FLOW_SERVICE,
+    Flow, LINK_HAS_V4, LINK_HAS_V6, LINK_HOST, Link,
 };
 use crate::packet::{Action, Decision, Packet, Translation};
 use crate::reason::{DropReason, Event};
@@ -29,6 +29,8 @@ pub enum Hook {
     Own = 3,
     /// Out to a pod or an uplink, from the node's own stack.
     Stack = 4,
+    /// In from the overlay's device: a pod of another node, or a client that a node has sent here.
+    Overlay = 5,
 }
 
 impl Hook {
@@ -41,6 +43,7 @@ impl Hook {
             2 => Self::Network,
             3 => Self::Own,
             4 => Self::Stack,
+            5 => Self::Overlay,
             _ => Self::Pod,
         }
     }
@@ -49,7 +52,7 @@ impl Hook {
     #[inline(always)]
     #[must_use]
     pub const fn is_outside(self) -> bool {
-        matches!(self, Self::Network)
+        matches!(self, Self::Network | Self::Overlay)
     }
 }
 
@@ -62,6 +65,8 @@ pub(crate) struct Translated<A> {
     pub(crate) reason: DropReason,
     /// One when the packet belongs to a flow, translated or not.
     pub(crate) found: u32,
+    /// One when another node does the translation.
+    pub(crate) elsewhere: u32,
     pub(crate) source: A,
     pub(crate) destination: A,
     pub(crate) source_port: Port,
@@ -75,6 +80,7 @@ impl<A: Family> Translated<A> {
             translation: Translation::None,
             reason: DropReason::None,
             found: 0,
+            elsewhere: 0,
             source: packet.source,
             destination: packet.destination,
             source_port: packet.source_port,
@@ -93,6 +99,9 @@ impl<A: Family> Translated<A> {
     pub(crate) fn forward(packet: &Packet<A>, flow: &Flow<A>) -> Self {
         let mut translated = Self::none(packet);
         translated.found = 1;
+        if flow.flags & FLOW_DSR != 0 {
+            translated.elsewhere = 1;
+        }
         if flow.flags & FLOW_PLAIN == 0 {
             translated.translation = Translation::Forward;
             translated.source = flow.source;
@@ -206,11 +215,26 @@ pub fn hook_of(link: &Link) -> Hook {
 /// A packet from another machine.
 #[inline(always)]
 pub fn from_network<A: Family, T: Tables<A>>(tables: &mut T, packet: &Packet<A>) -> Decision<A> {
+    from_elsewhere(tables, Hook::Network, packet)
+}
+
+/// A packet that another node has wrapped.
+#[inline(always)]
+pub fn from_overlay<A: Family, T: Tables<A>>(tables: &mut T, packet: &Packet<A>) -> Decision<A> {
+    from_elsewhere(tables, Hook::Overlay, packet)
+}
+
+#[inline(always)]
+fn from_elsewhere<A: Family, T: Tables<A>>(
+    tables: &mut T,
+    hook: Hook,
+    packet: &Packet<A>,
+) -> Decision<A> {
     let known = known_flow_answers_first(tables, packet);
     if known.found == 0 {
         return undecided(packet);
     }
-    deliver(tables, Hook::Network, packet, &known)
+    deliver(tables, hook, packet, &known)
 }
 
 /// A packet of a process of this node to an address of this node, on the loopback link.
@@ -373,8 +397,11 @@ pub(crate) fn deliver<A: Family, T: Tables<A>>(
     packet: &Packet<A>,
     translated: &Translated<A>,
 ) -> Decision<A> {
+    if translated.elsewhere != 0 {
+        return decision(tables, packet, translated, Action::Overlay);
+    }
     // What comes in untranslated and is for nobody here is the stack's to forward.
-    let elsewhere = if hook == Hook::Network && translated.translation == Translation::None {
+    let elsewhere = if hook.is_outside() && translated.translation == Translation::None {
         Action::Stack
     } else {
         Action::Network

@@ -63,6 +63,12 @@ numbered! {
         ProgramMissing = "program_missing",
         /// A fragment came before the first of its datagram, and no agent ran that keeps it.
         EarlyFragment = "early_fragment",
+        /// A wrapped packet came from an address that is no node's, or is of another network.
+        ForeignTunnel = "foreign_tunnel",
+        /// A packet on the overlay's device is for no node behind it.
+        NoTunnel = "no_tunnel",
+        /// Only nodes may send to the port on which nodes take wrapped packets.
+        OverlayPort = "overlay_port",
     }
 }
 
@@ -82,6 +88,8 @@ numbered! {
         ToPod = "to_pod",
         ToNetwork = "to_network",
         ToHost = "to_host",
+        /// A client's packet went to the node of its backend, which answers the client itself.
+        ToBackendNode = "to_backend_node",
         TranslatedForward = "translated_forward",
         TranslatedReply = "translated_reply",
         FlowCreated = "flow_created",

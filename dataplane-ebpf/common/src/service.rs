@@ -2,11 +2,13 @@
 
 use crate::address::Family;
 use crate::layout::{
-    ALGORITHM_MAGLEV, Affinity, AffinityKey, Backend, ENDPOINT_NODE, FLOW_MASQUERADED,
-    FLOW_SERVICE, FRONTEND_DROP_EMPTY, FRONTEND_KEEP_SOURCE, FRONTEND_RANGES, Flow, FrontendKey,
-    MAGLEV_SIZE, NODE_MASQUERADE, SlotKey, backend_state,
+    ALGORITHM_MAGLEV, Affinity, AffinityKey, BACKEND_LOCAL, Backend, ENDPOINT_NODE, FLOW_DSR,
+    FLOW_MASQUERADED, FLOW_PLAIN, FLOW_SERVICE, FRONTEND_DROP_EMPTY, FRONTEND_DSR,
+    FRONTEND_KEEP_SOURCE, FRONTEND_RANGES, Flow, FrontendKey, MAGLEV_SIZE, NODE_MASQUERADE,
+    SlotKey, backend_state,
 };
 use crate::open::{Place, use_node_address};
+use crate::overlay;
 use crate::packet::Packet;
 use crate::path::Hook;
 use crate::reason::DropReason;
@@ -45,6 +47,16 @@ pub(crate) fn plan<A: Family, T: Tables<A>>(
     flow.backend_state = choice.state;
     flow.service_id = choice.backend.service_id;
     flow.flags = FLOW_SERVICE;
+    if hook == Hook::Network
+        && choice.flags & FRONTEND_DSR != 0
+        && choice.backend.flags & BACKEND_LOCAL == 0
+        && overlay::reaches(tables, &flow.backend)
+    {
+        flow.flags |= FLOW_DSR | FLOW_PLAIN;
+        flow.backend = packet.destination;
+        flow.backend_port = packet.destination_port;
+        return DropReason::None;
+    }
     if needs_node_address(tables, hook, packet, choice.flags, &flow.backend) {
         flow.flags |= FLOW_MASQUERADED;
         return use_node_address(tables, flow);
@@ -74,6 +86,8 @@ fn needs_node_address<A: Family, T: Tables<A>>(
             Some(endpoint) => endpoint.flags & ENDPOINT_NODE == 0,
             None => true,
         },
+        // Its own node keeps the client's address, for this one to answer to.
+        Hook::Overlay => false,
         Hook::Network => {
             if frontend_flags & FRONTEND_KEEP_SOURCE != 0 {
                 return false;
@@ -117,7 +131,13 @@ fn choose<A: Family, T: Tables<A>>(
         let Some(frontend) = tables.frontend(key) else {
             break;
         };
-        let (service_id, backends) = (frontend.service_id, frontend.backends);
+        let service_id = frontend.service_id;
+        // Whoever is sent here by another node is sent no further.
+        let backends = if hook == Hook::Overlay {
+            frontend.local_backends
+        } else {
+            frontend.backends
+        };
         let algorithm = frontend.algorithm;
         choice.flags = frontend.flags;
         affinity_s = frontend.affinity_s;
@@ -130,13 +150,13 @@ fn choose<A: Family, T: Tables<A>>(
         // The first look only: a backend that cannot be used any more gives way to any other.
         if affinity_s != 0 && attempt == 1 {
             let id = remembered(tables, &affinity_key, now_s);
-            if id != 0 && take(tables, id, service_id, &mut choice) {
+            if id != 0 && take(tables, hook, id, service_id, &mut choice) {
                 break;
             }
         }
         if algorithm == ALGORITHM_MAGLEV && hook.is_outside() && attempt == 1 {
             let id = tables.maglev(service_id, packet.key().hash() % MAGLEV_SIZE);
-            if take(tables, id, service_id, &mut choice) {
+            if take(tables, hook, id, service_id, &mut choice) {
                 break;
             }
         }
@@ -145,7 +165,7 @@ fn choose<A: Family, T: Tables<A>>(
             continue;
         };
         let id = *id;
-        if take(tables, id, service_id, &mut choice) {
+        if take(tables, hook, id, service_id, &mut choice) {
             break;
         }
     }
@@ -199,10 +219,11 @@ fn remembered<A: Family, T: Tables<A>>(tables: &mut T, key: &AffinityKey<A>, now
     id
 }
 
-/// Chooses this backend, if new flows may use it.
+/// Chooses this backend, if new flows from this hook may use it.
 #[inline(always)]
 fn take<A: Family, T: Tables<A>>(
     tables: &mut T,
+    hook: Hook,
     id: u32,
     service_id: u32,
     choice: &mut Choice<A>,
@@ -212,6 +233,9 @@ fn take<A: Family, T: Tables<A>>(
         return false;
     };
     if backend_state::kind(state) != backend_state::ACTIVE || backend.service_id != service_id {
+        return false;
+    }
+    if hook == Hook::Overlay && backend.flags & BACKEND_LOCAL == 0 {
         return false;
     }
     choice.backend = *backend;

@@ -7,6 +7,7 @@ mod fragments;
 mod histories;
 mod icmp;
 mod limit;
+mod overlay;
 mod paths;
 mod refuse;
 mod sctp;

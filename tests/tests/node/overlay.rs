@@ -7,6 +7,7 @@ use weir_tests::topology::Namespace;
 
 use super::agents::{finish, left_out};
 use super::cluster::Cluster;
+use super::support::talk;
 
 /// Notice of a changed route, a pause until the changes are over, and a comparison.
 const NOTICED_WITHIN: Duration = Duration::from_secs(5);
@@ -94,4 +95,36 @@ async fn every_peer_is_reached_its_own_way_and_that_changes_live() {
     assert_eq!(route(n1, "10.244.3.0/24"), "");
     assert_eq!(mtu(&pod.namespace, "eth0"), 1500);
     finish(&mut cluster, vec![pod]);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn pods_reach_one_another_over_a_router_that_knows_none() {
+    if left_out("pods_reach_one_another_over_a_router_that_knows_none") {
+        return;
+    }
+    let mut cluster = Cluster::start_on(&[0, 0, 1]).await;
+    let pods = [
+        cluster.pod(0, "a"),
+        cluster.pod(1, "b"),
+        cluster.pod(2, "c"),
+    ];
+    let [a, b, c] = &pods;
+    for at in [0, 1] {
+        for (from, to) in [(a, b), (a, c), (c, a), (b, c), (c, b)] {
+            assert_eq!(
+                talk(&from.namespace, &to.namespace, to.ips[at]),
+                from.ips[at]
+            );
+        }
+        for member in &cluster.members {
+            let name = &member.name;
+            for to in [a, b, c] {
+                let seen = talk(&member.namespace, &to.namespace, to.ips[at]);
+                assert_eq!(seen, member.ips[at], "{name} to {}", to.ips[at]);
+            }
+            let seen = talk(&c.namespace, &member.namespace, member.ips[at]);
+            assert_eq!(seen, c.ips[at], "c to {name}");
+        }
+    }
+    finish(&mut cluster, pods.into());
 }

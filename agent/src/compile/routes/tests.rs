@@ -66,8 +66,21 @@ fn peers_on_the_segment_get_direct_routes_of_both_families() {
         &[],
     );
     let routes = compiled.routes;
-    assert_eq!(compiled.tunnels, Tunnels::new());
     assert_eq!(compiled.problems, []);
+    let over_v4 = Tunnel {
+        remote: ip("192.0.2.12"),
+        mtu: 1450,
+        needed: false,
+    };
+    for range in ["10.244.2.0/24", "fd00:244:2::/64", "192.0.2.12/32"] {
+        assert_eq!(compiled.tunnels[&net(range)], over_v4, "{range}");
+    }
+    assert_eq!(
+        compiled.tunnels[&net("2001:db8::12/128")].remote,
+        ip("2001:db8::12")
+    );
+    assert_eq!(compiled.tunnels.len(), 4);
+    assert_eq!(pod_mtu(1500, &compiled.tunnels), 1500);
     assert_eq!(
         routes[&net("10.244.2.0/24")],
         Path::Via {
@@ -101,6 +114,12 @@ fn peers_on_the_segment_get_direct_routes_of_both_families() {
     assert_eq!(routes.len(), 7);
 }
 
+/// Ranges without another way, with remote and MTU.
+fn needed(compiled: &Compiled) -> Vec<(IpNetwork, IpAddr, u32)> {
+    let tunnels = compiled.tunnels.iter().filter(|(_, t)| t.needed);
+    tunnels.map(|(n, t)| (*n, t.remote, t.mtu)).collect()
+}
+
 #[test]
 fn each_peer_decides_for_itself() {
     let nodes = BTreeMap::from([
@@ -126,14 +145,8 @@ fn each_peer_decides_for_itself() {
         }
     );
     assert_eq!(
-        compiled.tunnels,
-        Tunnels::from([(
-            net("10.244.3.0/24"),
-            Tunnel {
-                remote: ip("198.51.100.13"),
-                mtu: 1450
-            }
-        )])
+        needed(&compiled),
+        [(net("10.244.3.0/24"), ip("198.51.100.13"), 1450)]
     );
     let text: Vec<String> = compiled.problems.iter().map(ToString::to_string).collect();
     assert_eq!(text.len(), 3, "{text:?}");
@@ -170,12 +183,15 @@ fn families_decide_for_themselves_and_prefer_the_shorter_header() {
         compiled.routes[&net("fd00:244:2::/64")],
         Path::Via { gateway, .. } if gateway == ip("2001:db8::12")
     ));
-    let wrapped: Vec<_> = compiled.tunnels.into_iter().collect();
     let over_v4 = |mtu| Tunnel {
         remote: ip("198.51.100.12"),
         mtu,
+        needed: true,
     };
-    assert_eq!(wrapped, [(net("10.244.2.0/24"), over_v4(1350))]);
+    assert_eq!(
+        needed(&compiled),
+        [(net("10.244.2.0/24"), ip("198.51.100.12"), 1350)]
+    );
 
     let compiled = compile(
         &nodes,
@@ -193,6 +209,7 @@ fn families_decide_for_themselves_and_prefer_the_shorter_header() {
     let over_v6 = Tunnel {
         remote: ip("2001:db8::12"),
         mtu: 1430,
+        needed: true,
     };
     assert_eq!(compiled.tunnels[&net("10.244.2.0/24")], over_v6);
     assert_eq!(compiled.tunnels[&net("fd00:244:2::/64")], over_v6);
@@ -211,7 +228,7 @@ fn any_address_on_a_link_of_ours_makes_a_neighbour() {
         compiled.routes[&net("10.244.2.0/24")],
         Path::Via { gateway, .. } if gateway == ip("192.0.2.12")
     ));
-    assert_eq!(compiled.tunnels, Tunnels::new());
+    assert_eq!(needed(&compiled), []);
 }
 
 #[test]
@@ -219,6 +236,7 @@ fn pods_leave_room_for_the_headers_only_while_they_are_needed() {
     let tunnel = |remote: &str| Tunnel {
         remote: ip(remote),
         mtu: 1300,
+        needed: true,
     };
     let mut tunnels = Tunnels::new();
     assert_eq!(pod_mtu(1500, &tunnels), 1500);

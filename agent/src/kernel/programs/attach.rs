@@ -17,7 +17,7 @@ use super::pins::open_link;
 use super::{Program, Programs, change, classifier};
 use crate::kernel::services::Wire;
 use crate::kernel::table::{Table, detach_link};
-use crate::kernel::{AttachError, HostLink, PodLink};
+use crate::kernel::{AttachError, HostLink, OverlayLink, PodLink};
 
 /// Our place among the filters of a kernel without TCX: fixed, so that a restart replaces its own filter.
 pub(super) const CLSACT_PRIORITY: u16 = 0x5745;
@@ -161,6 +161,38 @@ impl Programs {
             .map_err(failed("find the interface", name))?;
         self.attach(Program::FromPark, ifindex, name)
             .map_err(failed("attach from_park", name))
+    }
+
+    /// The record last: packets are sent there once the device's programs are in place.
+    pub(in crate::kernel) fn attach_overlay(
+        &mut self,
+        link: &OverlayLink,
+    ) -> Result<(), AttachError> {
+        let name = link.name.as_str();
+        self.attach(Program::FromOverlay, link.ifindex, name)
+            .map_err(failed("attach from_overlay", name))?;
+        self.attach(Program::ToOverlay, link.ifindex, name)
+            .map_err(failed("attach to_overlay", name))?;
+        self.enter_overlay(link.ifindex, link.network, link.port)
+            .map_err(failed("enter the overlay", name))
+    }
+
+    /// Nothing is sent through the overlay from now on.
+    pub(in crate::kernel) fn leave_overlay(&mut self) -> Result<(), AttachError> {
+        self.enter_overlay(0, 0, 0)
+            .map_err(failed("leave the overlay", "none"))
+    }
+
+    fn enter_overlay(&self, ifindex: u32, network: u32, port: u16) -> Result<(), Cause> {
+        change(&self.node_v4, |node| {
+            (node.overlay_ifindex, node.overlay_network) = (ifindex, network);
+            node.overlay_port = port;
+        })?;
+        change(&self.node_v6, |node| {
+            (node.overlay_ifindex, node.overlay_network) = (ifindex, network);
+            node.overlay_port = port;
+        })?;
+        Ok(())
     }
 
     pub(in crate::kernel) fn attach_host_link(
@@ -317,7 +349,9 @@ impl Programs {
 
 fn direction(program: Program) -> TcAttachType {
     match program {
-        Program::ToPod | Program::ToNetwork | Program::FromSelf => TcAttachType::Egress,
+        Program::ToPod | Program::ToNetwork | Program::ToOverlay | Program::FromSelf => {
+            TcAttachType::Egress
+        }
         _ => TcAttachType::Ingress,
     }
 }

