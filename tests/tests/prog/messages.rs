@@ -237,6 +237,47 @@ fn an_error_without_a_flow_stays_as_it_is() {
     });
 }
 
+/// An echo request, or the reply to it.
+fn echo(f: Family, source: &str, destination: &str, reply: bool) -> Vec<u8> {
+    let kind = match (is_v6(f), reply) {
+        (false, false) => 8,
+        (false, true) => 0,
+        (true, false) => 128,
+        (true, true) => 129,
+    };
+    let ip = Ip::new(source, destination, icmp(f));
+    message(&ip, (kind, 0), [0x12, 0x34, 0, 7], b"are you there?")
+}
+
+#[test]
+fn an_echo_request_to_a_service_is_answered_by_the_node() {
+    each(|world, f, protocol| {
+        if protocol != UDP {
+            return Ok(());
+        }
+        world.serve(f.vip, &[f.far])?;
+        let (client, _) = outside(f);
+        for (program, ifindex, source) in [
+            (Program::FromPod, world.a.link.ifindex, f.a),
+            (Program::FromPod, world.host.peer_ifindex, f.node),
+            (Program::FromNetwork, world.uplink, client),
+        ] {
+            let request = echo(f, source, f.vip, false);
+            let (verdict, got) = pass(world, program, &request, ifindex)?;
+            ensure!(
+                verdict == REDIRECT && got == echo(f, f.vip, source, true),
+                "{program} {source}: {verdict} {got:02x?}"
+            );
+        }
+        ensure!(world.counter("echo_answered")? == 3);
+        // Pods answer for themselves.
+        let request = echo(f, f.a, f.b, false);
+        let (verdict, got) = pass(world, Program::FromPod, &request, world.a.link.ifindex)?;
+        ensure!(verdict == REDIRECT && got == request);
+        Ok(())
+    });
+}
+
 #[test]
 fn a_refusal_quotes_headers_with_options() {
     each(|world, f, protocol| {
