@@ -66,16 +66,7 @@ pub(crate) async fn run(config: Config) -> Result<()> {
     let (health, node_health) = start_health_checks(&config, &feed, shutdown.clone()).await;
     let dns = dns::start(&config, feed.updates(), shutdown.clone())?;
     tracing::info!(addresses = ?dns.addresses(), "cluster DNS listens");
-    // The dataplane still serves what an earlier agent programmed in this boot.
-    let same_boot = config.run_dir.join(apply::APPLIED_MARK).exists();
-    let announced = announce::start(
-        &config.node_name,
-        &config.uplinks,
-        &feed,
-        same_boot,
-        &shutdown,
-    );
-    observe.register(|registry| announced.register(registry));
+    announce_addresses(&config, &feed, &observe, &shutdown);
     observe.set_dns(dns);
     let (kernel, base) = {
         let config = Arc::clone(&config);
@@ -141,6 +132,25 @@ async fn start_health_checks(
     let wanted = health_check::wanted(&state, &everything, &config.node_name);
     server.set_services(true, wanted).await;
     (server, node)
+}
+
+/// Answers for load-balancer addresses, from now on: like DNS it needs nothing but its state.
+fn announce_addresses(
+    config: &Config,
+    feed: &FeedHandle,
+    observe: &Observe,
+    shutdown: &CancellationToken,
+) {
+    // The dataplane still serves what an earlier agent programmed in this boot.
+    let same_boot = config.run_dir.join(apply::APPLIED_MARK).exists();
+    let announced = announce::start(
+        &config.node_name,
+        &config.uplinks,
+        feed,
+        same_boot,
+        shutdown,
+    );
+    observe.register(|registry| announced.register(registry));
 }
 
 /// What /readyz waits for, and what it says until then.
