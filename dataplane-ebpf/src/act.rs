@@ -111,9 +111,9 @@ fn to_pod<A>(context: &TcContext, decision: &Decision<A>, own: bool) -> i32 {
     unsafe { bpf_redirect_peer(decision.ifindex, 0) as i32 }
 }
 
-/// Out of the host link's peer, and so in at the side that the service ranges are routed to.
+/// Out of one end of the host link, and so in at the other: that of the node's own stack, or that of its program.
 #[inline(always)]
-fn to_host<A>(context: &TcContext, decision: &Decision<A>) -> i32 {
+pub(crate) fn to_host<A>(context: &TcContext, decision: &Decision<A>) -> i32 {
     if !write_macs(context, &decision.destination_mac, &decision.source_mac) {
         return drop_packet(DropReason::RewriteFailed);
     }

@@ -125,8 +125,8 @@ pub fn to_network(context: TcContext) -> i32 {
         return PASS;
     }
     match packet::ether_type(&context) {
-        IPV4 => run_from_stack::<V4>(&context),
-        IPV6 => run_from_stack::<V6>(&context),
+        IPV4 => run_to_network::<V4>(&context),
+        IPV6 => run_to_network::<V6>(&context),
         _ => PASS,
     }
 }
@@ -298,6 +298,26 @@ where
     let decision = path::from_stack(&mut MapTables, &parsed.packet);
     if decision.action == Action::Relate {
         return hand_on(context, &parsed, Hook::Stack, A::RELATE);
+    }
+    act::carry_out_in_place(context, &parsed, &decision)
+}
+
+#[inline(always)]
+fn run_to_network<A: LinkAddress + Wire + Handed>(context: &TcContext) -> i32
+where
+    MapTables: dataplane_common::Tables<A>,
+{
+    let mut parsed: Parsed<A> = packet::parse(context);
+    if !parsed.valid {
+        return drop_packet(DropReason::Malformed);
+    }
+    complete_fragment(context, &mut parsed, Hook::Stack);
+    let decision = path::to_network(&mut MapTables, &parsed.packet);
+    if decision.action == Action::Relate {
+        return hand_on(context, &parsed, Hook::Stack, A::RELATE);
+    }
+    if decision.action == Action::Host {
+        return act::to_host(context, &decision);
     }
     act::carry_out_in_place(context, &parsed, &decision)
 }

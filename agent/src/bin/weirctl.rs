@@ -36,8 +36,11 @@ enum Command {
     ///
     /// Exits with 1 while the agent is not ready.
     Status,
-    /// Services with their ports and ready backends, as this node has been told.
+    /// Services with their ports and ready backends, as this node has been told, and what is refused of them.
     Services {
+        /// Also what the kernel's tables hold: frontends with their flags, and backends.
+        #[arg(long, short)]
+        programmed: bool,
         /// Only this namespace.
         #[arg(long, short)]
         namespace: Option<String>,
@@ -81,7 +84,11 @@ fn run(cli: &Cli) -> Result<ExitCode> {
                 status_text(&status)?
             }
         }
-        Command::Services { namespace, name } => {
+        Command::Services {
+            programmed,
+            namespace,
+            name,
+        } => {
             let mut services: Vec<ServiceReport> = parse(&get(&socket, "/v1/services")?)?;
             services.retain(|service| {
                 namespace.as_ref().is_none_or(|n| service.namespace == *n)
@@ -90,7 +97,7 @@ fn run(cli: &Cli) -> Result<ExitCode> {
             if cli.json {
                 serde_json::to_string_pretty(&services)? + "\n"
             } else {
-                services_text(&services)
+                services_text(&services) + &programmed_text(&services, *programmed)?
             }
         }
         Command::Flows { all } => {
@@ -284,6 +291,38 @@ fn services_text(services: &[ServiceReport]) -> String {
         }
     }
     table(&rows)
+}
+
+/// What follows the table: the kernel's tables when asked for, and what is refused.
+fn programmed_text(services: &[ServiceReport], programmed: bool) -> Result<String> {
+    let mut out = String::new();
+    for service in services {
+        let show = programmed && !service.programmed.is_empty();
+        if !show && service.refused.is_empty() {
+            continue;
+        }
+        let separator = if service.namespace.is_empty() {
+            ""
+        } else {
+            "/"
+        };
+        writeln!(out, "\n{}{separator}{}", service.namespace, service.name)?;
+        for entry in service.programmed.iter().filter(|_| show) {
+            for frontend in &entry.frontends {
+                writeln!(out, "  {frontend} (id {})", entry.service_id)?;
+            }
+            for backend in &entry.backends {
+                writeln!(out, "    to {backend}")?;
+            }
+            for backend in &entry.draining {
+                writeln!(out, "    draining {backend}")?;
+            }
+        }
+        for refused in &service.refused {
+            writeln!(out, "  NOT SERVED  {refused}")?;
+        }
+    }
+    Ok(out)
 }
 
 /// Columns as wide as their widest cell; the last one as it comes.

@@ -100,23 +100,31 @@ pub(crate) async fn run(config: Config) -> Result<()> {
     let apply = tokio::spawn(applier.run(shutdown.clone()));
     tokio::spawn(fragments::run(Arc::clone(&kernel), shutdown.clone()));
     tokio::spawn(collect_flows(kernel, shutdown.clone()));
-    if config.pods.is_some() {
-        let runner = pods::start(&config, &feed, shutdown.clone())?;
-        let config = Arc::clone(&config);
-        tokio::spawn(node_report::run(
-            config,
-            runner,
-            feed,
-            ready,
-            shutdown.clone(),
-        ));
-    }
+    let (saver, state_dir) = (feed.clone(), config.state_dir.clone());
+    run_pods(&config, feed, ready, &shutdown)?;
     tracing::info!(node = %config.node_name, "agent is running");
 
     shutdown.cancelled().await;
     tracing::info!("stopping; pods and services keep working");
     tokio::task::spawn_blocking(move || cni.stop()).await?;
-    apply.await.context("end the apply loop")
+    apply.await.context("end the apply loop")?;
+    saver.save(&state_dir);
+    Ok(())
+}
+
+/// In whole-cluster mode: runs this node's pods, and reports the node.
+fn run_pods(
+    config: &Arc<Config>,
+    feed: FeedHandle,
+    ready: watch::Receiver<Readiness>,
+    shutdown: &CancellationToken,
+) -> Result<()> {
+    if config.pods.is_some() {
+        let runner = pods::start(config, &feed, shutdown.clone())?;
+        let (config, shutdown) = (Arc::clone(config), shutdown.clone());
+        tokio::spawn(node_report::run(config, runner, feed, ready, shutdown));
+    }
+    Ok(())
 }
 
 /// Balancers go on asking while an agent restarts: they are answered from the state that the earlier agent left.

@@ -141,7 +141,7 @@ fn without_tokens(pod: &PodSpec) -> PodSpec {
 }
 
 /// A crash leaves the old file or the new one, never a part.
-fn write(path: &Path, state: &DesiredState) -> std::io::Result<()> {
+pub(super) fn write(path: &Path, state: &DesiredState) -> std::io::Result<()> {
     let temporary = path.with_extension("snapshot.new");
     if let Some(directory) = path.parent() {
         std::fs::create_dir_all(directory)?;

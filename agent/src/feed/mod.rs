@@ -161,6 +161,17 @@ impl FeedHandle {
         self.shared.moved.notify_waiters();
     }
 
+    /// Writes the state held now to disk, for the agent that comes next. The last changes may not be there yet.
+    pub fn save(&self, state_dir: &std::path::Path) {
+        if !self.status().synced {
+            return;
+        }
+        let path = state_dir.join(disk::FILE_NAME);
+        if let Err(error) = disk::write(&path, &self.state()) {
+            tracing::warn!(path = %path.display(), %error, "write feed snapshot");
+        }
+    }
+
     #[must_use]
     pub fn status(&self) -> FeedStatus {
         self.shared.with_status(|s| s.clone())

@@ -22,6 +22,12 @@ pub trait Dataplane: std::fmt::Debug + Send + Sync + 'static {
 
     /// How full the flow tables are.
     fn flow_table(&self) -> kernel::FlowTableStatus;
+
+    /// Sums over the service maps.
+    fn service_totals(&self) -> kernel::ServiceTotals;
+
+    /// What the service maps hold; and what is asked for and not in them, with the reasons.
+    fn service_details(&self) -> (Vec<kernel::ServiceDetails>, Vec<(String, String)>);
 }
 
 impl Dataplane for kernel::Kernel {
@@ -34,6 +40,14 @@ impl Dataplane for kernel::Kernel {
 
     fn flow_table(&self) -> kernel::FlowTableStatus {
         kernel::Kernel::flow_table(self)
+    }
+
+    fn service_totals(&self) -> kernel::ServiceTotals {
+        kernel::Kernel::service_totals(self)
+    }
+
+    fn service_details(&self) -> (Vec<kernel::ServiceDetails>, Vec<(String, String)>) {
+        kernel::Kernel::service_details(self)
     }
 }
 
@@ -73,8 +87,37 @@ impl Collector for Kernel {
             "What the socket hooks did with connections and datagrams of this node's processes",
             &sockets,
         )?;
+        service_totals(&mut encoder, self.0.service_totals())?;
         flow_table(&mut encoder, &self.0.flow_table())
     }
+}
+
+fn service_totals(encoder: &mut DescriptorEncoder<'_>, totals: kernel::ServiceTotals) -> Encoded {
+    for (name, help, value) in [
+        (
+            "weir_programmed_frontends",
+            "Addresses and ports of services in the kernel's tables",
+            totals.frontends,
+        ),
+        (
+            "weir_programmed_endpoints",
+            "Usable endpoints in the kernel's tables, for each service port that has them",
+            totals.endpoints,
+        ),
+        (
+            "weir_refused_frontends",
+            "Frontends and endpoints of services that are asked for and not served",
+            totals.refused,
+        ),
+    ] {
+        gauge(
+            encoder,
+            name,
+            help,
+            i64::try_from(value).unwrap_or(i64::MAX),
+        )?;
+    }
+    Ok(())
 }
 
 fn flow_table(encoder: &mut DescriptorEncoder<'_>, status: &kernel::FlowTableStatus) -> Encoded {

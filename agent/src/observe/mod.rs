@@ -25,7 +25,7 @@ pub use collect::Dataplane;
 pub use health::{Check, Checks};
 pub use report::{
     CollectorReport, CounterReport, DnsReport, FeedReport, FlowTableReport, FlowsReport,
-    LatencyReport, PortReport, ServiceReport, StatusReport,
+    LatencyReport, PortReport, ProgrammedReport, ServiceReport, StatusReport,
 };
 
 use crate::cni_api::Attachments;

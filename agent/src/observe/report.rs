@@ -1,11 +1,15 @@
 //! What `weirctl` shows, as data: the agent writes it as JSON, `weirctl` reads it.
 
+use std::collections::BTreeMap;
+
 use control_api::desired::{DesiredState, Name};
 use control_api::v1;
 use serde::{Deserialize, Serialize};
 
 use super::{Check, Observe, collect, lock};
-use crate::kernel::{CounterKind, FlowTableStatus};
+use crate::compile::services::{Frontend, Owner};
+use crate::kernel::{CounterKind, FlowTableStatus, ServiceDetails};
+use crate::plan::services::{BackendUse, FrontendEntry, PresentBackend};
 
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct StatusReport {
@@ -105,6 +109,24 @@ pub struct ServiceReport {
     pub kind: String,
     pub cluster_ips: Vec<String>,
     pub ports: Vec<PortReport>,
+    /// What the kernel's tables hold of it.
+    #[serde(default)]
+    pub programmed: Vec<ProgrammedReport>,
+    /// What is asked for and not served, with the reason.
+    #[serde(default)]
+    pub refused: Vec<String>,
+}
+
+/// One service id in the kernel's tables.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct ProgrammedReport {
+    pub service_id: u32,
+    /// Address, port and protocol, then what holds for it, for example `*:30080/TCP external`.
+    pub frontends: Vec<String>,
+    /// Usable backends as ADDRESS:PORT; those of this node are marked `local`.
+    pub backends: Vec<String>,
+    /// Backends that keep their connections and get no new ones.
+    pub draining: Vec<String>,
 }
 
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -193,11 +215,27 @@ impl Observe {
             return Vec::new();
         };
         let state = feed.state();
-        state
-            .services
-            .iter()
-            .map(|(name, service)| service_report(&state, name, service))
-            .collect()
+        let dataplane = self.inner.dataplane.get();
+        let (details, refused) = dataplane.map(|d| d.service_details()).unwrap_or_default();
+        let mut programmed: BTreeMap<Owner, Vec<ProgrammedReport>> = BTreeMap::new();
+        for details in details {
+            let report = programmed_report(&details);
+            programmed.entry(details.owner).or_default().push(report);
+        }
+        let reports = state.services.iter().map(|(name, service)| {
+            let owner = Owner::Service(name.clone());
+            let mut report = service_report(&state, name, service);
+            report.programmed = programmed.remove(&owner).unwrap_or_default();
+            let prefix = format!("{owner}: ");
+            report.refused = refused
+                .iter()
+                .filter_map(|(what, why)| Some(format!("{}: {why}", what.strip_prefix(&prefix)?)))
+                .collect();
+            report
+        });
+        let mut reports: Vec<ServiceReport> = reports.collect();
+        reports.extend(programmed.into_iter().map(host_port_report));
+        reports
     }
 
     fn latency_report(&self) -> Option<LatencyReport> {
@@ -237,6 +275,55 @@ fn feed_report(status: crate::feed::FeedStatus) -> FeedReport {
         deltas: status.deltas,
         disconnects: status.disconnects,
         last_error: status.last_error,
+    }
+}
+
+fn programmed_report(details: &ServiceDetails) -> ProgrammedReport {
+    let frontend = |(frontend, entry): &(Frontend, FrontendEntry)| {
+        let options = entry.options;
+        let flags = [
+            (options.external_scope, " external"),
+            (options.keep_source, " keep-source"),
+            (options.drop_empty, " drop-empty"),
+            (options.ranges, " ranges"),
+            (options.dsr, " dsr"),
+            (options.maglev, " maglev"),
+            (entry.affinity_s > 0, " affinity"),
+        ];
+        let set = flags.iter().filter_map(|(set, flag)| set.then_some(*flag));
+        format!("{frontend}{}", set.collect::<String>())
+    };
+    let backend = |backend: &PresentBackend| {
+        let local = if backend.local { " local" } else { "" };
+        let socket = std::net::SocketAddr::new(backend.address, backend.port);
+        format!("{socket}{local}")
+    };
+    let of = |usage: BackendUse| {
+        let backends = details.backends.iter().filter(|b| b.usage == usage);
+        backends.map(backend).collect()
+    };
+    ProgrammedReport {
+        service_id: details.service_id,
+        frontends: details.frontends.iter().map(frontend).collect(),
+        backends: of(BackendUse::Active),
+        draining: of(BackendUse::Draining),
+    }
+}
+
+/// What is programmed and belongs to no Service that the state has.
+fn host_port_report((owner, programmed): (Owner, Vec<ProgrammedReport>)) -> ServiceReport {
+    let (kind, namespace, name) = match owner {
+        Owner::HostPort(pod) => ("HostPort", String::new(), pod),
+        Owner::Service(name) => ("Gone", name.namespace, name.name),
+    };
+    ServiceReport {
+        namespace,
+        name,
+        kind: kind.into(),
+        cluster_ips: Vec::new(),
+        ports: Vec::new(),
+        programmed,
+        refused: Vec::new(),
     }
 }
 
@@ -292,6 +379,8 @@ pub(super) fn service_report(
             vec![service.external_name.clone()]
         },
         ports: service.ports.iter().map(port_report).collect(),
+        programmed: Vec::new(),
+        refused: Vec::new(),
     }
 }
 

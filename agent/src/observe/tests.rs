@@ -9,7 +9,9 @@ use tokio_util::sync::CancellationToken;
 
 use super::report::service_report;
 use super::{Checks, Dataplane, Observe, StatusReport, http};
-use crate::kernel::{CollectReport, Counter, CounterKind, FlowTableStatus};
+use crate::kernel::{
+    CollectReport, Counter, CounterKind, FlowTableStatus, ServiceDetails, ServiceTotals,
+};
 
 #[derive(Debug)]
 struct Counters;
@@ -28,6 +30,18 @@ impl Dataplane for Counters {
                 packets: 9,
             },
         ]
+    }
+
+    fn service_totals(&self) -> ServiceTotals {
+        ServiceTotals {
+            frontends: 2,
+            endpoints: 3,
+            refused: 1,
+        }
+    }
+
+    fn service_details(&self) -> (Vec<ServiceDetails>, Vec<(String, String)>) {
+        (Vec::new(), Vec::new())
     }
 
     fn flow_table(&self) -> FlowTableStatus {

@@ -6,7 +6,7 @@ use crate::flow::Fitness;
 use crate::icmp::Related;
 use crate::layout::{
     ENDPOINT_NODE, ENDPOINT_PEER, ENDPOINT_READY, Endpoint, FLOW_DSR, FLOW_PLAIN, FLOW_SERVICE,
-    Flow, LINK_HAS_V4, LINK_HAS_V6, LINK_HOST, Link,
+    Flow, FrontendKey, LINK_HAS_V4, LINK_HAS_V6, LINK_HOST, Link, SCOPE_ALL,
 };
 use crate::packet::{Action, Decision, Packet, Translation};
 use crate::reason::{DropReason, Event};
@@ -250,7 +250,7 @@ pub fn from_self<A: Family, T: Tables<A>>(tables: &mut T, packet: &Packet<A>) ->
     deliver(tables, Hook::Own, packet, &known)
 }
 
-/// A packet of the node's own stack on its way into a pod, or out of an uplink: only answers are translated.
+/// A packet of the node's own stack on its way into a pod: only answers are translated.
 #[inline(always)]
 pub fn from_stack<A: Family, T: Tables<A>>(tables: &mut T, packet: &Packet<A>) -> Decision<A> {
     if packet.is_error() {
@@ -262,6 +262,37 @@ pub fn from_stack<A: Family, T: Tables<A>>(tables: &mut T, packet: &Packet<A>) -
     let now_s = tables.now_s();
     let translated = answer(tables, packet, now_s);
     decision(tables, packet, &translated, Action::Stack)
+}
+
+/// A packet of the node's own stack on its way out of an uplink. Answers are translated. What asks for a frontend is led
+/// over the host link: of an address that is not a service's as a whole no route leads there.
+#[inline(always)]
+pub fn to_network<A: Family, T: Tables<A>>(tables: &mut T, packet: &Packet<A>) -> Decision<A> {
+    let mut decision = from_stack(tables, packet);
+    if decision.action != Action::Stack
+        || decision.translation != Translation::None
+        || !packet.has_ports()
+    {
+        return decision;
+    }
+    let key = FrontendKey {
+        address: packet.destination,
+        port: packet.destination_port,
+        protocol: packet.protocol,
+        scope: SCOPE_ALL,
+    };
+    if tables.frontend(&key).is_none() {
+        return decision;
+    }
+    if let Some(node) = tables.node()
+        && node.host_ifindex != 0
+    {
+        decision.action = Action::Host;
+        decision.ifindex = node.host_ifindex;
+        decision.destination_mac = node.peer_mac;
+        decision.source_mac = node.host_mac;
+    }
+    decision
 }
 
 /// Whether a packet, as it is after translation, may be put into the pod at `endpoint`. Asked for every packet that
