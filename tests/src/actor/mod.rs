@@ -153,7 +153,8 @@ fn done(result: std::io::Result<()>) -> Reply {
 fn watch(asked: &Probe, every_ms: u64, reuse: bool, stop: &AtomicBool) -> Vec<Attempt> {
     let mut attempts = Vec::new();
     let mut kept: Vec<Conn> = Vec::new();
-    let mut next = Instant::now();
+    let start = Instant::now();
+    let mut next = start;
     while !stop.load(Ordering::SeqCst) {
         let attempt = if kept.is_empty() || !reuse {
             let (attempt, conn) = probe::open(asked);
@@ -170,7 +171,11 @@ fn watch(asked: &Probe, every_ms: u64, reuse: bool, stop: &AtomicBool) -> Vec<At
             };
             probe::send(&mut kept, &send).pop()
         };
-        attempts.extend(attempt);
+        let since = start.elapsed().as_millis();
+        attempts.extend(attempt.map(|attempt| Attempt {
+            detail: format!("{} {since} ms into the watch", attempt.detail),
+            ..attempt
+        }));
         next += Duration::from_millis(every_ms);
         std::thread::sleep(next.saturating_duration_since(Instant::now()));
     }

@@ -13,7 +13,7 @@ use super::handle::Handle;
 use super::world::{self, CaseFile, NodeSpec, Segment};
 use crate::topology::{Namespace, next_number};
 
-const AGENT_UP_WITHIN: Duration = Duration::from_secs(15);
+const AGENT_UP_WITHIN: Duration = Duration::from_secs(60);
 const LOOK_EVERY: Duration = Duration::from_millis(200);
 const LOG_LINES: usize = 12;
 
