@@ -311,7 +311,8 @@ fn translates_services_and_slices() {
     );
     index.upsert(
         Kind::Service,
-        &json!({"metadata": {"name": "h", "namespace": "d"},
+        &json!({"metadata": {"name": "h", "namespace": "d",
+                "labels": {"service.kubernetes.io/service-proxy-name": "other"}},
             "spec": {"clusterIP": "None", "clusterIPs": ["None"]}}),
         2,
     );
@@ -329,7 +330,8 @@ fn translates_services_and_slices() {
     assert_eq!(service.cluster_ips, ["10.0.0.1", "fd00::1"]);
     assert_eq!(service.client_ip_affinity_s, 10_800);
     assert_eq!(service.load_balancer_ingress.len(), 1);
-    assert!(state.services[&Name::new("d", "h")].headless);
+    let headless = &state.services[&Name::new("d", "h")];
+    assert!(headless.headless && headless.foreign_proxy && !service.foreign_proxy);
     let slice = &state.endpoint_slices[&Name::new("d", "s-1")];
     assert!(slice.endpoints[0].ready && slice.endpoints[0].serving);
     assert_eq!(slice.endpoints[0].target_pod, "d/p");

@@ -94,6 +94,13 @@ fn traffic_policy(value: &Value) -> i32 {
     policy.into()
 }
 
+/// Labels of Services that kube-proxy leaves to somebody else, whatever their value (KEP-2447, and core/v1's headless
+/// label).
+const LEFT_ALONE: [&str; 2] = [
+    "service.kubernetes.io/service-proxy-name",
+    "service.kubernetes.io/headless",
+];
+
 pub(crate) fn service(object: &Value) -> Service {
     let spec = &object["spec"];
     let service_type = match spec["type"].as_str() {
@@ -142,6 +149,9 @@ pub(crate) fn service(object: &Value) -> Service {
         publish_not_ready_addresses: flag(&spec["publishNotReadyAddresses"]),
         traffic_distribution: text(&spec["trafficDistribution"]),
         created_at_us: micros(&object["metadata"]["creationTimestamp"]),
+        foreign_proxy: LEFT_ALONE
+            .iter()
+            .any(|label| !object["metadata"]["labels"][label].is_null()),
     }
 }
 

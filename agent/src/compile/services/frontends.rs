@@ -88,8 +88,8 @@ pub(super) struct Compiled {
 }
 
 impl<'a> Asked<'a> {
-    /// Every frontend that the Service may have. None for headless Services and external names, which are a matter of
-    /// DNS alone.
+    /// Every frontend that the Service may have. None for headless Services, those of another proxy and external names,
+    /// which are a matter of DNS alone.
     pub(super) fn of(context: &Context<'_>, name: &'a Name, service: &'a Service) -> Self {
         let mut asked = Self {
             name,
@@ -98,7 +98,8 @@ impl<'a> Asked<'a> {
             refusals: Vec::new(),
             depends_on_nodes: false,
         };
-        if service.headless || service.r#type() == ServiceType::ExternalName {
+        let by_name = service.r#type() == ServiceType::ExternalName;
+        if service.headless || service.foreign_proxy || by_name {
             return asked;
         }
         let addresses = asked.addresses(context);

@@ -395,13 +395,15 @@ fn cluster_dns_is_led_to_this_node() {
 }
 
 #[test]
-fn headless_services_and_external_names_have_no_frontend() {
+fn services_of_dns_or_of_another_proxy_have_no_frontend() {
     let mut headless = service("headless");
     headless.headless = true;
     headless.external_ips = vec!["203.0.113.50".into()];
     let mut external = service("external");
     external.r#type = ServiceType::ExternalName.into();
-    let (_, wanted) = compile(&state([headless, external], []));
+    let mut foreign = service("foreign");
+    foreign.foreign_proxy = true;
+    let (_, wanted) = compile(&state([headless, external, foreign], []));
     assert!(wanted.services.is_empty() && wanted.addresses.is_empty());
 }
 
