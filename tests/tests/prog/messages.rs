@@ -375,7 +375,7 @@ fn refusals_by_message_are_limited_and_resets_are_not() {
 }
 
 /// The parts of a datagram, as IP packets, in their order.
-fn cut(f: Family, source: &str, destination: &str, id: u16, payload: &[u8]) -> Vec<Vec<u8>> {
+fn cut(source: &str, destination: &str, id: u16, payload: &[u8]) -> Vec<Vec<u8>> {
     const SIZE: usize = 800;
     let ip = Ip::new(source, destination, UDP);
     let whole = datagram(&ip, (40000, 80), payload);
@@ -388,7 +388,6 @@ fn cut(f: Family, source: &str, destination: &str, id: u16, payload: &[u8]) -> V
         };
         ip.around(part)
     });
-    let _ = f;
     parts.collect()
 }
 
@@ -400,7 +399,7 @@ fn fragments_wait_for_their_first_and_then_follow_it() {
         }
         world.serve(f.vip, &[f.far])?;
         let a = world.a.link.ifindex;
-        let parts = cut(f, f.a, f.vip, 77, &[0x42; 2_000]);
+        let parts = cut(f.a, f.vip, 77, &[0x42; 2_000]);
         // Nobody keeps them: dropped by name.
         let (verdict, _) = pass(world, Program::FromPod, &parts[2], a)?;
         ensure!(verdict == DROP && world.counter("early_fragment")? == 1);
