@@ -81,6 +81,7 @@ pub(crate) fn describe(error: &anyhow::Error) -> String {
 fn execute(cli: Cli) -> Result<()> {
     match cli.command.unwrap_or(Command::Run) {
         Command::Run => {
+            weir_agent::kernel::share_heaps();
             let config = Config::load(&cli.config)?;
             let runtime = tokio::runtime::Builder::new_multi_thread()
                 .worker_threads(RUNTIME_THREADS)

@@ -16,7 +16,7 @@ use weir_agent::compile::routes::{self, Compiled, Input, Problem};
 use weir_agent::config::Config;
 use weir_agent::feed::{FeedHandle, Origin, Update};
 use weir_agent::health_check::{self, HealthServer, Listen, NodeHealth};
-use weir_agent::kernel::Kernel;
+use weir_agent::kernel::{self, Kernel};
 use weir_agent::netlink::link::Link;
 use weir_agent::netlink::{Netlink, NetlinkError, sync};
 use weir_agent::observe::Observe;
@@ -214,6 +214,9 @@ impl Applier {
         let kernel = Arc::clone(&self.kernel);
         let work = tokio::task::spawn_blocking(move || {
             let result = kernel.apply(&state, &changes);
+            if changes.everything {
+                kernel::give_back_memory();
+            }
             (result, changes, state)
         });
         let (result, changes, state) = match work.await {

@@ -10,6 +10,8 @@ mod link;
 #[allow(unsafe_code, reason = "socket addresses of packet sockets")]
 mod packet_socket;
 mod park;
+#[allow(unsafe_code, reason = "options of the C allocator")]
+mod memory;
 mod programs;
 mod services;
 #[allow(unsafe_code, reason = "map access by system call")]
@@ -33,6 +35,8 @@ pub use link::namespace_cookie;
 pub use packet_socket::PacketSocket;
 pub use park::DatagramId;
 pub use programs::{DriverError, Program, SocketError, SocketHook, TestRun, default_cgroup};
+pub use memory::{give_back_memory, share_heaps};
+pub use programs::{Program, SocketError, SocketHook, TestRun, default_cgroup};
 
 use collect::Collector;
 use park::Parking;

@@ -26,6 +26,7 @@ const BPF_OBJ_GET: libc::c_int = 7;
 const BPF_OBJ_GET_INFO_BY_FD: libc::c_int = 15;
 const BPF_MAP_LOOKUP_AND_DELETE_ELEM: libc::c_int = 21;
 const BPF_MAP_LOOKUP_BATCH: libc::c_int = 24;
+const BPF_MAP_UPDATE_BATCH: libc::c_int = 26;
 const BPF_LINK_DETACH: libc::c_int = 34;
 
 /// `BPF_NOEXIST`: never replaces.
@@ -272,6 +273,23 @@ impl<K: Plain, V: Plain> Table<K, V> {
         let mut attr = self.element(address(key), address(value), 0);
         // SAFETY: key and value have the sizes that `open` checked.
         unsafe { bpf(BPF_MAP_UPDATE_ELEM, &mut attr) }.map(drop)
+    }
+
+    /// Adds or replaces all of these, in their order. After an error those before it are in place.
+    pub(super) fn put_all(&self, keys: &[K], values: &[V]) -> io::Result<()> {
+        const BATCH: usize = 4_096;
+        for (keys, values) in keys.chunks(BATCH).zip(values.chunks(BATCH)) {
+            let mut attr = BatchAttr {
+                keys: keys.as_ptr() as u64,
+                values: values.as_ptr() as u64,
+                count: u32::try_from(keys.len().min(values.len())).unwrap_or(0),
+                map_fd: number(&self.fd),
+                ..BatchAttr::default()
+            };
+            // SAFETY: both slices hold at least `count` elements of the sizes that `open` checked.
+            unsafe { bpf(BPF_MAP_UPDATE_BATCH, &mut attr) }?;
+        }
+        Ok(())
     }
 
     /// True when there was something to remove.

@@ -24,6 +24,14 @@ const PATIENCE: Duration = Duration::from_secs(60);
 /// Objects sent as one change: far below the largest message.
 const CHANGE_OBJECTS: usize = 2_000;
 
+/// The end of an agent's configuration that leaves sockets alone.
+pub(crate) const PER_PACKET: &str = "[dataplane]\nsocket_translation = false\n";
+
+/// The end of an agent's configuration that translates at the sockets of a cgroup.
+pub(crate) fn at_sockets(cgroup: &Path) -> String {
+    format!("[dataplane]\nsocket_translation = true\ncgroup = {cgroup:?}\n")
+}
+
 /// Programs under measurement.
 #[derive(Clone, Debug)]
 pub(crate) struct Programs {
@@ -135,7 +143,8 @@ impl Drop for Agent {
 }
 
 impl Agents {
-    /// Agents on both nodes that know these objects; returns once both have applied them.
+    /// Agents on both nodes that know these objects; returns once both have applied them. `extra` ends the configuration
+    /// of the first.
     pub(crate) fn start(
         programs: &Programs,
         underlay: &Underlay,
@@ -145,7 +154,10 @@ impl Agents {
     ) -> Result<Self> {
         let feed = Feed::new(Arc::clone(runtime), objects)?;
         let agents = (0..NAMES.len())
-            .map(|node| Agent::start(programs, &underlay.nodes[node], node, &feed, extra))
+            .map(|node| {
+                let extra = if node == 0 { extra } else { PER_PACKET };
+                Agent::start(programs, &underlay.nodes[node], node, &feed, extra)
+            })
             .collect::<Result<_>>()?;
         let agents = Self { feed, agents };
         agents.applied(1)?;

@@ -5,7 +5,9 @@ use std::fs::File;
 use std::io::{BufRead as _, BufReader, Write as _};
 use std::net::{Ipv4Addr, SocketAddrV4};
 use std::os::fd::{AsFd as _, AsRawFd as _};
+use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
 use anyhow::{Context as _, Result, bail, ensure};
@@ -276,6 +278,46 @@ fn own_program() -> Result<Command> {
     ))
 }
 
+/// A cgroup of version 2 for clients.
+#[derive(Debug)]
+pub(crate) struct Cgroup(PathBuf);
+
+impl Cgroup {
+    pub(crate) fn new() -> Result<Self> {
+        static NEXT: AtomicU32 = AtomicU32::new(0);
+        let mounts = std::fs::read_to_string("/proc/self/mounts")?;
+        let root = mounts
+            .lines()
+            .find_map(|line| {
+                let mut words = line.split_whitespace().skip(1);
+                let path = words.next()?;
+                (words.next()? == "cgroup2").then_some(path)
+            })
+            .context("no cgroup2 hierarchy is mounted")?;
+        let number = NEXT.fetch_add(1, Ordering::Relaxed);
+        let name = format!("weir-bench-{}-{number}", std::process::id());
+        let path = Path::new(root).join(name);
+        std::fs::create_dir(&path).with_context(|| format!("make {}", path.display()))?;
+        Ok(Self(path))
+    }
+
+    pub(crate) fn path(&self) -> &Path {
+        &self.0
+    }
+}
+
+impl Drop for Cgroup {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_dir(&self.0);
+    }
+}
+
+/// Moves the calling process into a cgroup.
+pub(crate) fn join_cgroup(path: &Path) -> Result<()> {
+    std::fs::write(path.join("cgroup.procs"), "0")
+        .with_context(|| format!("join {}", path.display()))
+}
+
 /// How long one measurement takes.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Length {
@@ -283,9 +325,10 @@ pub(crate) struct Length {
     pub(crate) time: Duration,
 }
 
-/// Runs a workload from inside a namespace.
+/// Runs a workload from inside a namespace, and a cgroup where one is named.
 pub(crate) fn drive(
     from: &Namespace,
+    cgroup: Option<&Path>,
     workload: Workload,
     targets: &[SocketAddrV4],
     length: Length,
@@ -297,6 +340,7 @@ pub(crate) fn drive(
         .args(["--warm-up-ms", &length.warm_up.as_millis().to_string()])
         .args(["--time-ms", &length.time.as_millis().to_string()])
         .args(["--workload", workload_name(workload)])
+        .args(cgroup.map(|path| format!("--cgroup={}", path.display())))
         .args(names)
         .stdin(Stdio::null())
         .stdout(Stdio::piped())

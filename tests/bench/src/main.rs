@@ -66,6 +66,8 @@ enum Bench {
         time_ms: u64,
         #[arg(long, value_enum)]
         workload: Workload,
+        #[arg(long)]
+        cgroup: Option<PathBuf>,
         targets: Vec<SocketAddrV4>,
     },
 }
@@ -115,8 +117,12 @@ fn run(bench: Bench) -> Result<bool> {
             warm_up_ms,
             time_ms,
             workload,
+            cgroup,
             targets,
         } => {
+            if let Some(cgroup) = cgroup {
+                lab::join_cgroup(&cgroup)?;
+            }
             load::pin(cpu)?;
             let (warm_up, time) = (
                 Duration::from_millis(warm_up_ms),

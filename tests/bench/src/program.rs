@@ -165,7 +165,7 @@ fn weir_round(
     let underlay = Underlay::new()?;
     let feed = Feed::new(Arc::clone(runtime), fleet.objects(&agents::nodes()))?;
     let started = Instant::now();
-    let agent = Agent::start(programs, &underlay.nodes[0], 0, &feed, "")?;
+    let agent = Agent::start(programs, &underlay.nodes[0], 0, &feed, agents::PER_PACKET)?;
     let done = feed
         .applied(&[NODE], 1, PATIENCE)
         .with_context(|| agent.log())?;

@@ -14,7 +14,7 @@ use tokio::runtime::Runtime;
 
 use crate::agents::{self, Agents, Programs};
 use crate::fleet::{Fleet, Place, SERVER_PORT, SERVICE_PORT};
-use crate::lab::{self, Lab, Length, NODES, Namespace, SERVER_PORTS};
+use crate::lab::{self, Cgroup, Lab, Length, NODES, Namespace, SERVER_PORTS};
 use crate::load::client::{Seen, Workload};
 use crate::report::{Bar, Machine, Report, Row, Skipped, Unit, paired_ratio};
 use crate::ruleset;
@@ -188,6 +188,8 @@ struct Stage {
     lab: Lab,
     fleet: Option<Fleet>,
     _agents: Option<Agents>,
+    /// Where the client has to be; removed after the agents have ended.
+    cgroup: Option<Cgroup>,
 }
 
 impl Stage {
@@ -215,7 +217,8 @@ impl Stage {
 
     fn measure(&self, measurement: Measurement, length: Length) -> Result<Seen> {
         let (from, targets) = self.targets(measurement.route);
-        lab::drive(from, measurement.workload, &targets, length)
+        let cgroup = self.cgroup.as_ref().map(Cgroup::path);
+        lab::drive(from, cgroup, measurement.workload, &targets, length)
     }
 }
 
@@ -297,14 +300,19 @@ fn stage(peer: Peer, programs: &Programs, runtime: &Arc<Runtime>) -> Result<Stag
         let fleet = Fleet::new(peer.services, ENDPOINTS, lab.same.address, lab.far.address);
         Ok((lab, fleet))
     };
+    let mut cgroup = None;
     let (lab, fleet, agents) = match peer.kind {
         Kind::Direct => (Lab::plain()?, None, None),
-        Kind::Weir => {
+        Kind::Weir | Kind::WeirSocket => {
+            let extra = if peer.kind == Kind::WeirSocket {
+                agents::at_sockets(cgroup.insert(Cgroup::new()?).path())
+            } else {
+                agents::PER_PACKET.to_owned()
+            };
             let (lab, agents, fleet) =
-                agents::weir_lab(programs, runtime, peer.services, ENDPOINTS, "")?;
+                agents::weir_lab(programs, runtime, peer.services, ENDPOINTS, &extra)?;
             (lab, Some(fleet), Some(agents))
         }
-        Kind::WeirSocket => anyhow::bail!("this agent has no socket translation"),
         Kind::Iptables => {
             let (lab, fleet) = plain()?;
             load_iptables(&lab.underlay.nodes[0], &fleet)?;
@@ -321,6 +329,7 @@ fn stage(peer: Peer, programs: &Programs, runtime: &Arc<Runtime>) -> Result<Stag
         lab,
         fleet,
         _agents: agents,
+        cgroup,
     })
 }
 
