@@ -11,7 +11,7 @@ use aya_ebpf::programs::TcContext;
 use dataplane_common::address::{TCP, UDP};
 use dataplane_common::layout::{
     Affinity, AffinityKey, Backend, Datagram, Endpoint, Flow, FlowKey, FragmentKey, Frontend,
-    FrontendKey, Link, MAGLEV_BLOCK, MaglevBlock, MaglevKey, Node, Park, Range, SlotKey,
+    FrontendKey, Link, MAGLEV_BLOCK, MaglevBlock, MaglevKey, Node, Park, Range, SlotBlock, SlotKey,
 };
 use dataplane_common::limit::Bucket;
 use dataplane_common::reason::{DropReason, Event};
@@ -24,6 +24,7 @@ use crate::packet::Pending;
 const FLOWS: u32 = 262_144;
 const FRONTENDS: u32 = 65_536;
 const SLOTS: u32 = 262_144;
+const SLOT_BLOCKS: u32 = 81_920;
 const ENDPOINTS: u32 = 16_384;
 /// Address ranges of the cluster and of exceptions.
 const RANGES: u32 = 16_384;
@@ -103,8 +104,8 @@ struct Source<A> {
     address: A,
 }
 
-/// Maps hold one entry per use (`BPF_F_NO_PREALLOC`): memory grows with use, and an entry that is read while it is
-/// removed stays whole until its readers are done.
+/// Hash maps hold one entry per use (`BPF_F_NO_PREALLOC`): memory grows with use, and an entry that is read while it is
+/// removed stays whole until its readers are done. Backends lie in an array: ids are dense, and are used again last.
 macro_rules! family_maps {
     ($family:ty, $module:ident, $($name:ident = $text:literal),+) => {
         mod $module {
@@ -163,13 +164,16 @@ macro_rules! family_maps {
             #[inline(always)]
             fn slot(&mut self, key: &SlotKey) -> Option<&u32> {
                 // SAFETY: as for `endpoint`.
-                unsafe { $module::SLOT.get(key) }
+                let block = unsafe { $module::SLOT.get(&key.block()) }?;
+                block.backends.get(key.within())
             }
 
             #[inline(always)]
             fn backend(&mut self, id: u32) -> Option<&Backend<$family>> {
-                // SAFETY: as for `endpoint`.
-                unsafe { $module::BACKEND.get(&id) }
+                match $module::BACKEND.get(id) {
+                    Some(backend) if backend.service_id != 0 => Some(backend),
+                    _ => None,
+                }
             }
 
             #[inline(always)]
@@ -323,10 +327,10 @@ macro_rules! family_maps {
         pub(super) static $frontend: HashMap<FrontendKey<$family>, Frontend> =
             HashMap::pinned(FRONTENDS, BPF_F_NO_PREALLOC);
         #[map(name = $slot_text)]
-        pub(super) static $slot: HashMap<SlotKey, u32> = HashMap::pinned(SLOTS, BPF_F_NO_PREALLOC);
+        pub(super) static $slot: HashMap<SlotKey, SlotBlock> =
+            HashMap::pinned(SLOT_BLOCKS, BPF_F_NO_PREALLOC);
         #[map(name = $backend_text)]
-        pub(super) static $backend: HashMap<u32, Backend<$family>> =
-            HashMap::pinned(SLOTS, BPF_F_NO_PREALLOC);
+        pub(super) static $backend: Array<Backend<$family>> = Array::pinned(SLOTS, 0);
         #[map(name = $state_text)]
         pub(super) static $state: Array<u32> = Array::pinned(SLOTS, 0);
         #[map(name = $flow_text)]

@@ -2,6 +2,8 @@
 
 use std::path::{Path, PathBuf};
 
+use dataplane_common::layout::SLOT_BLOCK;
+
 /// How many entries each table may hold. Tables that exist keep their size until they are removed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Limits {
@@ -36,6 +38,13 @@ impl Default for Limits {
 }
 
 impl Limits {
+    /// Blocks for that many slots, wherever they are: each service has one that is not full.
+    pub(super) fn slot_blocks(self) -> u32 {
+        self.slots
+            .div_ceil(SLOT_BLOCK)
+            .saturating_add(self.frontends)
+    }
+
     /// For a machine, or a cgroup, with so many bytes of memory. Tables of a power of two waste no bucket.
     #[must_use]
     pub fn for_memory(bytes: u64) -> Self {

@@ -7,11 +7,12 @@ mod collect;
 mod limits;
 #[allow(unsafe_code, reason = "links to cgroups and drivers by system call")]
 mod link;
+#[allow(unsafe_code, reason = "options of the C allocator")]
+mod memory;
 #[allow(unsafe_code, reason = "socket addresses of packet sockets")]
 mod packet_socket;
 mod park;
-#[allow(unsafe_code, reason = "options of the C allocator")]
-mod memory;
+mod places;
 mod programs;
 mod services;
 #[allow(unsafe_code, reason = "map access by system call")]
@@ -32,11 +33,10 @@ use crate::compile::surroundings::Surroundings;
 use crate::plan::services::{FrontendEntry, PresentBackend};
 pub use limits::Limits;
 pub use link::namespace_cookie;
+pub use memory::{give_back_memory, share_heaps};
 pub use packet_socket::PacketSocket;
 pub use park::DatagramId;
 pub use programs::{DriverError, Program, SocketError, SocketHook, TestRun, default_cgroup};
-pub use memory::{give_back_memory, share_heaps};
-pub use programs::{Program, SocketError, SocketHook, TestRun, default_cgroup};
 
 use collect::Collector;
 use park::Parking;

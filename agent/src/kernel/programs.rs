@@ -388,7 +388,7 @@ fn sizes(limits: Limits) -> Vec<(&'static str, u32)> {
     ];
     sizes.extend(family("endpoints_v4", "endpoints_v6", limits.endpoints));
     sizes.extend(family("frontends_v4", "frontends_v6", limits.frontends));
-    sizes.extend(family("slots_v4", "slots_v6", limits.slots));
+    sizes.extend(family("slots_v4", "slots_v6", limits.slot_blocks()));
     sizes.extend(family("backends_v4", "backends_v6", limits.slots));
     sizes.extend(family("states_v4", "states_v6", limits.slots));
     sizes.extend(family("flows_v4", "flows_v6", limits.flows));

@@ -10,7 +10,7 @@ use std::path::Path;
 
 use dataplane_common::layout::{
     Affinity, AffinityKey, Backend, Datagram, Endpoint, Flow, FlowKey, FragmentKey, Frontend,
-    FrontendKey, Link, MaglevBlock, MaglevKey, Node, Park, Range, RangeKey, SlotKey,
+    FrontendKey, Link, MaglevBlock, MaglevKey, Node, Park, Range, RangeKey, SlotBlock, SlotKey,
     SourceRangeKey,
 };
 use dataplane_common::socket::{
@@ -59,6 +59,7 @@ plain!(
     Link,
     Frontend,
     SlotKey,
+    SlotBlock,
     Node<V4>,
     Node<V6>
 );

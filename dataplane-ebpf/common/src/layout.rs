@@ -171,7 +171,8 @@ pub const RANGE_OVERLAY: u32 = 4;
 /// Addresses of services: one without a frontend is nobody, and senders are told so.
 pub const RANGE_SERVICE: u32 = 8;
 
-/// Place of a backend in a service. The value is the backend's id.
+/// Place of a backend in a service. The value is the backend's id. The map holds [`SLOT_BLOCK`] places in one entry,
+/// under the same key with the number of the block for index.
 #[repr(C)]
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Default, Debug)]
 pub struct SlotKey {
@@ -179,7 +180,37 @@ pub struct SlotKey {
     pub index: u32,
 }
 
-/// Where an id leads. A backend belongs to one service port: the same endpoint behind two ports has two ids.
+/// Places in one entry of the map: few services have more backends.
+pub const SLOT_BLOCK: u32 = 16;
+
+/// Backend ids of a block of places; zero names none.
+#[repr(C)]
+#[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
+pub struct SlotBlock {
+    pub backends: [u32; SLOT_BLOCK as usize],
+}
+
+impl SlotKey {
+    /// The key of the block that this place is in.
+    #[inline(always)]
+    #[must_use]
+    pub const fn block(&self) -> Self {
+        Self {
+            service_id: self.service_id,
+            index: self.index / SLOT_BLOCK,
+        }
+    }
+
+    /// The place within its block.
+    #[inline(always)]
+    #[must_use]
+    pub const fn within(&self) -> usize {
+        (self.index % SLOT_BLOCK) as usize
+    }
+}
+
+/// Where an id leads. A backend belongs to one service port: the same endpoint behind two ports has two ids. Entries are
+/// found by place: one whose service is zero leads nowhere.
 #[repr(C)]
 #[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
 pub struct Backend<A> {
@@ -368,7 +399,7 @@ macro_rules! assert_layout {
 assert_layout! {
     AffinityKey<V4> = 8, AffinityKey<V6> = 20, Affinity = 12, FragmentKey<V4> = 16, FragmentKey<V6> = 40, Datagram = 20, Park = 8,
     FlowKey<V4> = 16, FlowKey<V6> = 40, Flow<V4> = 64, Flow<V6> = 88, FrontendKey<V4> = 8, FrontendKey<V6> = 20,
-    Frontend = 24, SlotKey = 8, Backend<V4> = 12, Backend<V6> = 24, Endpoint = 20, Link = 24, Node<V4> = 52,
+    Frontend = 24, SlotKey = 8, SlotBlock = 64, Backend<V4> = 12, Backend<V6> = 24, Endpoint = 20, Link = 24, Node<V4> = 52,
     Node<V6> = 64, MaglevKey = 8, MaglevBlock = 256, SourceRangeKey<V4> = 12, SourceRangeKey<V6> = 24, RangeKey<V4> = 8,
     RangeKey<V6> = 20, Range = 24,
 }

@@ -1,5 +1,6 @@
 //! Carries plans out on the service maps, and reads from them what is present.
 
+mod additions;
 mod tables;
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -23,7 +24,7 @@ use tables::FamilyTables;
 const MAX_LISTED: usize = 100;
 
 /// Addresses of the maps to and from those of the standard library.
-pub(super) trait Wire: Sized + Copy {
+pub(super) trait Wire: Copy + Default {
     fn to_address(self) -> IpAddr;
     fn from_address(address: IpAddr) -> Option<Self>;
 }
@@ -184,10 +185,8 @@ impl Services {
             self.refused.clear();
         }
         self.refused.extend(plan.refused);
-        for operation in &plan.operations {
-            // The planner is dropped on the way out: the next apply starts from the maps.
-            self.carry_out(operation)?;
-        }
+        // The planner is dropped on the way out: the next apply starts from the maps.
+        self.carry_out(&plan.operations)?;
         self.planner = Some(planner);
         Ok(plan.operations.len())
     }
@@ -206,11 +205,22 @@ impl Services {
         Ok(Planner::new(present, room, MAGLEV_SIZE))
     }
 
-    fn carry_out(&self, operation: &Operation) -> Result<(), KernelError> {
-        match operation.family() {
-            Family::V4 => self.v4.carry_out(operation),
-            Family::V6 => self.v6.carry_out(operation),
+    /// Carries operations out in their order. Additions of one step go into the maps together: nobody looks at any of
+    /// them before the step that follows.
+    fn carry_out(&self, operations: &[Operation]) -> Result<(), KernelError> {
+        for step in operations.chunk_by(Operation::adds_with) {
+            match step {
+                [one] if !one.adds_with(one) => match one.family() {
+                    Family::V4 => self.v4.carry_out(one)?,
+                    Family::V6 => self.v6.carry_out(one)?,
+                },
+                _ => {
+                    self.v4.add(Family::V4, step)?;
+                    self.v6.add(Family::V6, step)?;
+                }
+            }
         }
+        Ok(())
     }
 }
 
@@ -218,17 +228,21 @@ pub(super) fn open<K: Plain, V: Plain>(
     maps: &Path,
     name: &'static str,
 ) -> Result<Table<K, V>, KernelError> {
-    Table::open(maps, name).map_err(|source| KernelError::Map {
-        attempted: "open",
-        map: name,
+    Table::open(maps, name).map_err(failed("open", name))
+}
+
+/// An error of a map.
+fn failed(
+    attempted: &'static str,
+    map: &'static str,
+) -> impl FnOnce(std::io::Error) -> KernelError {
+    move |source| KernelError::Map {
+        attempted,
+        map,
         source,
-    })
+    }
 }
 
 fn entries<K: Plain, V: Plain>(table: &Table<K, V>) -> Result<Vec<(K, V)>, KernelError> {
-    table.entries().map_err(|source| KernelError::Map {
-        attempted: "read",
-        map: table.name,
-        source,
-    })
+    table.entries().map_err(failed("read", table.name))
 }

@@ -12,9 +12,10 @@ use dataplane_common::layout::{
 };
 use ipnetwork::IpNetwork;
 
-use super::{Wire, entries, open};
+use super::{Wire, entries, failed, open};
 use crate::compile::services::{Family, Frontend, FrontendOptions, Scope};
 use crate::kernel::KernelError;
+use crate::kernel::places::{Backends, Slots};
 use crate::kernel::table::{Plain, Table};
 use crate::plan::services::{
     BLOCK_SLOTS, BackendUse, FrontendEntry, Operation, Present, PresentBackend, Room,
@@ -58,10 +59,10 @@ pub(super) const NAMES_V6: Names = Names {
 
 #[derive(Debug)]
 pub(super) struct FamilyTables<A> {
-    frontends: Table<FrontendKey<A>, FrontendValue>,
-    slots: Table<SlotKey, u32>,
-    backends: Table<u32, Backend<A>>,
-    states: Table<u32, u32>,
+    pub(super) frontends: Table<FrontendKey<A>, FrontendValue>,
+    pub(super) slots: Slots,
+    pub(super) backends: Backends<A>,
+    pub(super) states: Table<u32, u32>,
     sources: Table<SourceRangeKey<A>, u32>,
     maglev: Table<MaglevKey, MaglevBlock>,
 }
@@ -75,8 +76,9 @@ where
     pub(super) fn open(maps: &Path, names: &Names) -> Result<Self, KernelError> {
         Ok(Self {
             frontends: open(maps, names.frontends)?,
-            slots: open(maps, names.slots)?,
-            backends: open(maps, names.backends)?,
+            slots: Slots::open(maps, names.slots).map_err(failed("open", names.slots))?,
+            backends: Backends::open(maps, names.backends)
+                .map_err(failed("open", names.backends))?,
             states: open(maps, names.states)?,
             sources: open(maps, names.sources)?,
             maglev: open(maps, names.maglev)?,
@@ -92,30 +94,18 @@ where
         }
     }
 
+    /// Carries out an operation; those that [`Self::add`] carries out together are not known here.
     pub(super) fn carry_out(&self, operation: &Operation) -> Result<(), KernelError> {
         let (map, result) = match operation {
-            Operation::PutBackend { .. } | Operation::EndBackend { .. } => {
-                (self.backends.name, self.change_backend(operation))
-            }
-            Operation::SetUse { id, usage, .. } => {
-                let kind = match usage {
-                    BackendUse::Active => backend_state::ACTIVE,
-                    BackendUse::Draining => backend_state::DRAINING,
-                };
-                let change = |word| backend_state::with_kind(word, kind);
+            Operation::SetUse { id, .. } => {
+                let change = |word| backend_state::with_kind(word, backend_state::DRAINING);
                 (self.states.name, self.set_state(*id, change))
             }
-            Operation::PutSlot {
-                service_id,
-                index,
-                backend_id,
-                ..
-            } => {
-                let key = SlotKey {
-                    service_id: *service_id,
-                    index: *index,
-                };
-                (self.slots.name, self.slots.put(&key, backend_id))
+            // The state first: from that moment every flow of this backend is recognised as gone.
+            Operation::EndBackend { id, .. } => {
+                let ended = self.set_state(*id, backend_state::ended);
+                let removed = ended.and_then(|()| self.backends.remove(*id));
+                (self.backends.name(), removed)
             }
             Operation::RemoveSlot {
                 service_id, index, ..
@@ -124,10 +114,14 @@ where
                     service_id: *service_id,
                     index: *index,
                 };
-                (self.slots.name, self.slots.remove(&key).map(drop))
+                (self.slots.name(), self.slots.remove(&key).map(drop))
             }
-            Operation::PutFrontend { .. } | Operation::RemoveFrontend { .. } => {
-                (self.frontends.name, self.change_frontend(operation))
+            Operation::RemoveFrontend { frontend } => {
+                let remove = |key| self.frontends.remove(&key).map(drop);
+                (
+                    self.frontends.name,
+                    frontend_key(frontend).map_or(Ok(()), remove),
+                )
             }
             Operation::PutSource {
                 service_id,
@@ -152,12 +146,11 @@ where
             Operation::PutBlock { .. } | Operation::RemoveBlock { .. } => {
                 (self.maglev.name, self.change_block(operation))
             }
+            Operation::PutBackend { .. }
+            | Operation::PutSlot { .. }
+            | Operation::PutFrontend { .. } => return Ok(()),
         };
-        result.map_err(|source| KernelError::Map {
-            attempted: "change",
-            map,
-            source,
-        })
+        result.map_err(failed("change", map))
     }
 
     fn change_block(&self, operation: &Operation) -> io::Result<()> {
@@ -188,64 +181,14 @@ where
         }
     }
 
-    fn change_backend(&self, operation: &Operation) -> io::Result<()> {
-        match operation {
-            Operation::PutBackend {
-                id,
-                address,
-                port,
-                local,
-                service_id,
-                ..
-            } => {
-                let Some(address) = A::from_address(*address) else {
-                    return Ok(());
-                };
-                let flags = if *local { BACKEND_LOCAL } else { 0 };
-                let port = Port::new(*port);
-                let backend = Backend {
-                    address,
-                    port,
-                    flags,
-                    service_id: *service_id,
-                };
-                self.backends.put(id, &backend)
-            }
-            // The state first: from that moment every flow of this backend is recognised as gone.
-            Operation::EndBackend { id, .. } => {
-                self.set_state(*id, backend_state::ended)?;
-                self.backends.remove(id).map(drop)
-            }
-            _ => Ok(()),
-        }
-    }
-
-    fn change_frontend(&self, operation: &Operation) -> io::Result<()> {
-        match operation {
-            Operation::PutFrontend { frontend, entry } => {
-                let Some(key) = frontend_key(frontend) else {
-                    return Ok(());
-                };
-                self.frontends.put(&key, &frontend_value(entry))
-            }
-            Operation::RemoveFrontend { frontend } => {
-                let Some(key) = frontend_key(frontend) else {
-                    return Ok(());
-                };
-                self.frontends.remove(&key).map(drop)
-            }
-            _ => Ok(()),
-        }
-    }
-
     fn set_state(&self, id: u32, change: impl Fn(u32) -> u32) -> io::Result<()> {
         let word = self.states.get(&id)?.unwrap_or(0);
         self.states.put(&id, &change(word))
     }
 
     pub(super) fn read(&self, family: Family, present: &mut Present) -> Result<(), KernelError> {
-        let backends = entries(&self.backends)?;
-        for (id, backend) in backends {
+        let backends = self.backends.entries();
+        for (id, backend) in backends.map_err(failed("read", self.backends.name()))? {
             let word = self.states.get(&id).ok().flatten().unwrap_or(0);
             let usage = if backend_state::kind(word) == backend_state::ACTIVE {
                 BackendUse::Active
@@ -261,7 +204,8 @@ where
             };
             present.backends.insert((family, id), backend);
         }
-        for (key, id) in entries(&self.slots)? {
+        let slots = self.slots.entries();
+        for (key, id) in slots.map_err(failed("read", self.slots.name()))? {
             present
                 .slots
                 .insert((family, key.service_id, key.index), id);
@@ -304,7 +248,7 @@ fn flags(options: &mut FrontendOptions) -> [(&mut bool, u32); 5] {
     ]
 }
 
-fn frontend_value(entry: &FrontendEntry) -> FrontendValue {
+pub(super) fn frontend_value(entry: &FrontendEntry) -> FrontendValue {
     let mut options = entry.options;
     let set = flags(&mut options)
         .into_iter()
@@ -349,7 +293,7 @@ fn source_key<A: Wire>(service_id: u32, network: &IpNetwork) -> Option<SourceRan
     })
 }
 
-fn frontend_key<A: Wire>(frontend: &Frontend) -> Option<FrontendKey<A>> {
+pub(super) fn frontend_key<A: Wire>(frontend: &Frontend) -> Option<FrontendKey<A>> {
     Some(FrontendKey {
         address: A::from_address(frontend.address)?,
         port: Port::new(frontend.port),

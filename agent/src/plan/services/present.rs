@@ -124,6 +124,22 @@ pub enum Operation {
 }
 
 impl Operation {
+    /// Both add something, in the same step of the order: they may be carried out together, in any order.
+    #[must_use]
+    pub fn adds_with(&self, other: &Self) -> bool {
+        let step = |operation: &Self| match operation {
+            Self::PutBackend { .. }
+            | Self::SetUse {
+                usage: BackendUse::Active,
+                ..
+            } => Some(0),
+            Self::PutSlot { .. } | Self::PutBlock { .. } | Self::PutSource { .. } => Some(1),
+            Self::PutFrontend { .. } => Some(2),
+            _ => None,
+        };
+        step(self).is_some_and(|own| step(other) == Some(own))
+    }
+
     /// The maps that it changes.
     #[must_use]
     pub fn family(&self) -> Family {
