@@ -239,6 +239,7 @@ pub(crate) fn weir_lab(
     services: usize,
     endpoints: usize,
     extra: &str,
+    realtime: bool,
 ) -> Result<(Lab, Agents, Fleet)> {
     let underlay = Underlay::new()?;
     let empty = Fleet {
@@ -250,7 +251,7 @@ pub(crate) fn weir_lab(
         agents.pod(programs, 0, "same")?,
         agents.pod(programs, 1, "far")?,
     ];
-    let lab = Lab::with_pods(underlay, pods)?;
+    let lab = Lab::with_pods(underlay, pods, realtime)?;
     let fleet = Fleet::new(services, endpoints, lab.same.address, lab.far.address);
     agents.tell(&fleet.objects(&nodes()))?;
     Ok((lab, agents, fleet))

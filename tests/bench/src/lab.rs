@@ -195,7 +195,7 @@ impl Underlay {
 
 impl Lab {
     /// Pods and routes without any dataplane.
-    pub(crate) fn plain() -> Result<Self> {
+    pub(crate) fn plain(realtime: bool) -> Result<Self> {
         let underlay = Underlay::new()?;
         underlay.join_pods()?;
         let pods = [
@@ -203,16 +203,16 @@ impl Lab {
             underlay.plain_pod(0, 3)?,
             underlay.plain_pod(1, 3)?,
         ];
-        Self::with_pods(underlay, pods)
+        Self::with_pods(underlay, pods, realtime)
     }
 
     /// Starts the servers of pods that are there: client, server on its node, server on the other.
-    pub(crate) fn with_pods(underlay: Underlay, pods: [Pod; 3]) -> Result<Self> {
+    pub(crate) fn with_pods(underlay: Underlay, pods: [Pod; 3], realtime: bool) -> Result<Self> {
         let [client, same, far] = pods;
         client_sysctls(&client.namespace)?;
         let servers = [
-            Server::start(&same.namespace)?,
-            Server::start(&far.namespace)?,
+            Server::start(&same.namespace, realtime)?,
+            Server::start(&far.namespace, realtime)?,
         ];
         Ok(Self {
             underlay,
@@ -245,8 +245,8 @@ pub(crate) const SERVER_PORTS: u16 = 10;
 struct Server(Child);
 
 impl Server {
-    fn start(namespace: &Namespace) -> Result<Self> {
-        let mut command = own_program()?;
+    fn start(namespace: &Namespace, realtime: bool) -> Result<Self> {
+        let mut command = own_program(realtime)?;
         command
             .args(["serve", "--cpu", &cpus().1.to_string()])
             .args(["--first", &SERVER_PORT.to_string()])
@@ -272,10 +272,15 @@ impl Drop for Server {
     }
 }
 
-fn own_program() -> Result<Command> {
-    Ok(Command::new(
-        std::env::current_exe().context("find this program")?,
-    ))
+/// This program, before all others in the queue for a CPU where `realtime` asks for it.
+fn own_program(realtime: bool) -> Result<Command> {
+    let program = std::env::current_exe().context("find this program")?;
+    if !realtime {
+        return Ok(Command::new(program));
+    }
+    let mut command = Command::new("chrt");
+    command.args(["--fifo", "1"]).arg(program);
+    Ok(command)
 }
 
 /// A cgroup of version 2 for clients.
@@ -323,6 +328,8 @@ pub(crate) fn join_cgroup(path: &Path) -> Result<()> {
 pub(crate) struct Length {
     pub(crate) warm_up: Duration,
     pub(crate) time: Duration,
+    /// Before all other processes.
+    pub(crate) realtime: bool,
 }
 
 /// Runs a workload from inside a namespace, and a cgroup where one is named.
@@ -334,7 +341,7 @@ pub(crate) fn drive(
     length: Length,
 ) -> Result<Seen> {
     let names: Vec<String> = targets.iter().map(ToString::to_string).collect();
-    let mut command = own_program()?;
+    let mut command = own_program(length.realtime)?;
     command
         .args(["drive", "--cpu", &cpus().0.to_string()])
         .args(["--warm-up-ms", &length.warm_up.as_millis().to_string()])

@@ -39,6 +39,9 @@ pub(crate) struct Options {
     /// Only these peers (direct is always there).
     #[arg(long, value_delimiter = ',')]
     peers: Vec<String>,
+    /// Run both ends of a measurement before all other processes (SCHED_FIFO): for a machine that others use as well.
+    #[arg(long)]
+    realtime: bool,
     /// Few services, few and short rounds: to see that it works.
     #[arg(long)]
     quick: bool,
@@ -280,7 +283,7 @@ fn set_up(
                 services: *services,
             };
             eprintln!("setting up {}", peer.name());
-            match stage(peer, programs, runtime) {
+            match stage(peer, programs, runtime, options.realtime) {
                 Ok(stage) => stages.push(stage),
                 // Without its limit there is nothing to compare with.
                 Err(error) if peer == DIRECT => return Err(error),
@@ -294,23 +297,29 @@ fn set_up(
     Ok(stages)
 }
 
-fn stage(peer: Peer, programs: &Programs, runtime: &Arc<Runtime>) -> Result<Stage> {
+fn stage(peer: Peer, programs: &Programs, runtime: &Arc<Runtime>, realtime: bool) -> Result<Stage> {
     let plain = || -> Result<(Lab, Fleet)> {
-        let lab = Lab::plain()?;
+        let lab = Lab::plain(realtime)?;
         let fleet = Fleet::new(peer.services, ENDPOINTS, lab.same.address, lab.far.address);
         Ok((lab, fleet))
     };
     let mut cgroup = None;
     let (lab, fleet, agents) = match peer.kind {
-        Kind::Direct => (Lab::plain()?, None, None),
+        Kind::Direct => (Lab::plain(realtime)?, None, None),
         Kind::Weir | Kind::WeirSocket => {
             let extra = if peer.kind == Kind::WeirSocket {
                 agents::at_sockets(cgroup.insert(Cgroup::new()?).path())
             } else {
                 agents::PER_PACKET.to_owned()
             };
-            let (lab, agents, fleet) =
-                agents::weir_lab(programs, runtime, peer.services, ENDPOINTS, &extra)?;
+            let (lab, agents, fleet) = agents::weir_lab(
+                programs,
+                runtime,
+                peer.services,
+                ENDPOINTS,
+                &extra,
+                realtime,
+            )?;
             (lab, Some(fleet), Some(agents))
         }
         Kind::Iptables => {
@@ -370,6 +379,7 @@ fn measure(options: &Options, stages: &[Stage], report: &mut Report) -> Samples 
     let length = Length {
         warm_up: time / 6,
         time,
+        realtime: options.realtime,
     };
     let mut samples = Samples::new();
     let mut failed = std::collections::BTreeSet::new();
