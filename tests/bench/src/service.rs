@@ -324,12 +324,16 @@ fn stage(peer: Peer, programs: &Programs, runtime: &Arc<Runtime>, realtime: bool
         }
         Kind::Iptables => {
             let (lab, fleet) = plain()?;
-            load_iptables(&lab.underlay.nodes[0], &fleet)?;
+            for node in &lab.underlay.nodes {
+                load_iptables(node, &fleet)?;
+            }
             (lab, Some(fleet), None)
         }
         Kind::Nftables => {
             let (lab, fleet) = plain()?;
-            load_nftables(&lab.underlay.nodes[0], &fleet, NODES[0])?;
+            for (node, address) in lab.underlay.nodes.iter().zip(NODES) {
+                load_nftables(node, &fleet, address)?;
+            }
             (lab, Some(fleet), None)
         }
     };
