@@ -59,10 +59,10 @@ pub fn addresses(node_name: &str, nodes: &BTreeMap<String, Node>) -> BTreeSet<Ip
 }
 
 /// Bytes of a pod's packets that every path of this node takes: `uplink_mtu` less the headers of the overlay while it
-/// is in use.
+/// is in use. With direct return it always is, by clients, who learn from pods how large their segments may be.
 #[must_use]
-pub fn pod_mtu(uplink_mtu: u32, tunnels: &Tunnels) -> u32 {
-    let needed = tunnels.values().filter(|t| t.needed);
+pub fn pod_mtu(uplink_mtu: u32, tunnels: &Tunnels, direct_return: bool) -> u32 {
+    let needed = tunnels.values().filter(|t| t.needed || direct_return);
     let headers = needed.map(|t| overhead(t.remote)).max();
     uplink_mtu.saturating_sub(headers.unwrap_or(0))
 }

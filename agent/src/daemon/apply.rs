@@ -13,7 +13,7 @@ use weir_agent::cni_api::Attachments;
 use weir_agent::compile::node_addresses::NodeAddresses;
 use weir_agent::compile::peers::{self, Tunnels};
 use weir_agent::compile::routes::{self, Compiled, Input, Problem};
-use weir_agent::config::Config;
+use weir_agent::config::{Config, NodePortMode};
 use weir_agent::feed::{FeedHandle, Origin, Update};
 use weir_agent::health_check::{self, HealthServer, Listen, NodeHealth};
 use weir_agent::kernel::{self, Kernel};
@@ -451,7 +451,8 @@ fn adapt_mtu(
     uplink_mtu: u32,
     tunnels: &Tunnels,
 ) -> anyhow::Result<()> {
-    let fits = peers::pod_mtu(uplink_mtu, tunnels);
+    let direct_return = config.dataplane.node_port_mode == NodePortMode::Dsr;
+    let fits = peers::pod_mtu(uplink_mtu, tunnels, direct_return);
     let mtu = config.cni.mtu.unwrap_or(fits);
     let changed = attachments.set_mtu(netlink, links, mtu);
     if base.set_mtu(netlink, fits)? || changed > 0 {

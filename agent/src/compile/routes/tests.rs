@@ -80,7 +80,8 @@ fn peers_on_the_segment_get_direct_routes_of_both_families() {
         ip("2001:db8::12")
     );
     assert_eq!(compiled.tunnels.len(), 4);
-    assert_eq!(pod_mtu(1500, &compiled.tunnels), 1500);
+    assert_eq!(pod_mtu(1500, &compiled.tunnels, false), 1500);
+    assert_eq!(pod_mtu(1500, &compiled.tunnels, true), 1430);
     assert_eq!(
         routes[&net("10.244.2.0/24")],
         Path::Via {
@@ -239,12 +240,12 @@ fn pods_leave_room_for_the_headers_only_while_they_are_needed() {
         needed: true,
     };
     let mut tunnels = Tunnels::new();
-    assert_eq!(pod_mtu(1500, &tunnels), 1500);
+    assert_eq!(pod_mtu(1500, &tunnels, false), 1500);
     tunnels.insert(net("10.244.3.0/24"), tunnel("198.51.100.13"));
-    assert_eq!(pod_mtu(1500, &tunnels), 1450);
+    assert_eq!(pod_mtu(1500, &tunnels, false), 1450);
     tunnels.insert(net("fd00:244:4::/64"), tunnel("2001:db8::14"));
-    assert_eq!(pod_mtu(1500, &tunnels), 1430);
-    assert_eq!(pod_mtu(60, &tunnels), 0);
+    assert_eq!(pod_mtu(1500, &tunnels, false), 1430);
+    assert_eq!(pod_mtu(60, &tunnels, false), 0);
 }
 
 #[test]
