@@ -17,6 +17,9 @@ use super::slices::{self, MANAGER};
 use super::world::{CaseFile, normal_key};
 use crate::actor::command::{Command, Size};
 
+/// Limit for agents that start, where a case allows less.
+const AGENT_STARTS_WITHIN: Duration = Duration::from_secs(15);
+
 /// One case under way.
 #[derive(Debug)]
 pub(super) struct Run {
@@ -193,8 +196,14 @@ impl Run {
             }
             _ => {}
         }
-        self.change(kind, body)?;
-        self.settle()
+        let asked = self.settle;
+        if matches!(kind, "start" | "restart" | "join") {
+            // An agent loads its programs first, beside those of other cases.
+            self.settle = asked.max(AGENT_STARTS_WITHIN);
+        }
+        let done = self.change(kind, body).and_then(|()| self.settle());
+        self.settle = asked;
+        done
     }
 
     fn change(&mut self, kind: &str, body: &Value) -> Result<()> {
