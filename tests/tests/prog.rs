@@ -1,6 +1,10 @@
 //! The `prog` tier: the eBPF programs under `BPF_PROG_TEST_RUN`. A packet in, a verdict, a packet out; every checksum
 //! is computed from scratch. Needs root and an embedded object.
 
+#[path = "prog/flows.rs"]
+mod flows;
+#[path = "prog/fuzz.rs"]
+mod fuzz;
 #[path = "prog/messages.rs"]
 mod messages;
 

@@ -2,6 +2,7 @@
 //! nodes with pods whose sockets are real.
 
 pub mod cgroup;
+pub mod frame;
 pub mod nodes;
 pub mod packet;
 pub mod sctp;

@@ -12,7 +12,7 @@ pub const SYN: u8 = 0x02;
 pub const RST: u8 = 0x04;
 pub const ACK: u8 = 0x10;
 
-const ETHERNET: usize = 14;
+pub(super) const ETHERNET: usize = 14;
 const TCP_HEADER: usize = 20;
 const UDP_HEADER: usize = 8;
 
@@ -212,7 +212,7 @@ fn length(bytes: usize) -> [u8; 2] {
     u16::try_from(bytes).unwrap_or(u16::MAX).to_be_bytes()
 }
 
-fn sum(bytes: &[u8]) -> u32 {
+pub(super) fn sum(bytes: &[u8]) -> u32 {
     bytes
         .chunks(2)
         .map(|pair| {
@@ -224,14 +224,19 @@ fn sum(bytes: &[u8]) -> u32 {
         .sum()
 }
 
-fn fold(mut sum: u32) -> u16 {
+pub(super) fn fold(mut sum: u32) -> u16 {
     while sum > 0xffff {
         sum = (sum & 0xffff) + (sum >> 16);
     }
     !u16::try_from(sum).unwrap_or(0)
 }
 
-fn pseudo_sum(source: IpAddr, destination: IpAddr, protocol: u8, transport: &[u8]) -> u16 {
+pub(super) fn pseudo_sum(
+    source: IpAddr,
+    destination: IpAddr,
+    protocol: u8,
+    transport: &[u8],
+) -> u16 {
     let addresses = match (source, destination) {
         (IpAddr::V4(source), IpAddr::V4(destination)) => {
             sum(&source.octets()) + sum(&destination.octets())

@@ -246,7 +246,11 @@ impl<A: TestFamily> Model<A> {
             self.starts_well(&flow);
         }
         if !packet.is_tcp() && flow.flags & FLOW_SERVICE != 0 {
-            self.goes_to_a_living_backend(&flow);
+            assert_ne!(
+                self.kind_of_backend(&flow),
+                backend_state::ABSENT,
+                "a datagram to a removed backend"
+            );
         }
         self.has_its_reverse(&packet, &decision, &flow);
         self.told.insert(key, decision);
@@ -270,7 +274,11 @@ impl<A: TestFamily> Model<A> {
     /// range or of a socket.
     fn starts_well(&self, flow: &Flow<A>) {
         if flow.flags & FLOW_SERVICE != 0 {
-            self.goes_to_a_living_backend(flow);
+            assert_eq!(
+                self.kind_of_backend(flow),
+                backend_state::ACTIVE,
+                "a new flow at a backend that is no more or drains"
+            );
         }
         if flow.flags & FLOW_MASQUERADED != 0 {
             let port = flow.source_port.number();
@@ -283,10 +291,14 @@ impl<A: TestFamily> Model<A> {
         }
     }
 
-    fn goes_to_a_living_backend(&self, flow: &Flow<A>) {
+    /// Of the life that the flow began with.
+    fn kind_of_backend(&self, flow: &Flow<A>) -> u32 {
         let word = self.tables.states[&flow.backend_id];
-        assert!(backend_state::same_life(word, flow.backend_state));
-        assert_eq!(backend_state::kind(word), backend_state::ACTIVE);
+        if backend_state::same_life(word, flow.backend_state) {
+            backend_state::kind(word)
+        } else {
+            backend_state::ABSENT
+        }
     }
 
     /// Named invariant: no translation without its reverse, exactly.
