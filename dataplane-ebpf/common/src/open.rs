@@ -102,7 +102,10 @@ pub fn open<A: Family, T: Tables<A>>(
         protocol: packet.protocol,
         scope: SCOPE_ALL,
     };
-    let served = find_frontend(tables, hook, &mut key, packet);
+    let mut served = find_frontend(tables, hook, &mut key, packet);
+    if served == Served::Port && is_for_own_process(tables, hook, packet) {
+        served = Served::No;
+    }
     scratch.flow = Flow::of_packet(packet, tables.now_s());
     let flow = &mut scratch.flow;
     let reason = match served {
@@ -133,6 +136,23 @@ pub fn open<A: Family, T: Tables<A>>(
         return Decision::untouched(packet, Action::Stack);
     }
     deliver(tables, hook, packet, &translated)
+}
+
+/// True for a segment of a connection that nobody opened through this node, to an address of the node: a process of the
+/// node may have opened it from a port that is a Service's as well. If none has, the stack resets it.
+#[inline(always)]
+fn is_for_own_process<A: Family, T: Tables<A>>(
+    tables: &mut T,
+    hook: Hook,
+    packet: &Packet<A>,
+) -> bool {
+    if hook != Hook::Network || !packet.is_connected() || packet.opens() {
+        return false;
+    }
+    match tables.endpoint(&packet.destination) {
+        Some(endpoint) => endpoint.flags & ENDPOINT_NODE != 0,
+        None => false,
+    }
 }
 
 /// Packets that no flow can have: other protocols, errors about packets that no flow has, fragments whose first is

@@ -484,3 +484,28 @@ fn draining_backends_keep_what_they_have() {
     assert_eq!(to(&mut tables, TCP, 3, tcp::ACK), V4::pod(5));
     assert_eq!(to(&mut tables, UDP, 1, 0), V4::pod(6));
 }
+
+/// The node's own connection from a port that a service has at the node's address: its answers are not clients.
+#[test]
+fn answers_to_the_nodes_own_connections_reach_its_stack() {
+    let mut tables = Collections::<V4>::new(7, 16);
+    tables.serve(1, TCP, &[(5, false)]);
+    let (mut key, frontend) = tables
+        .frontends
+        .iter()
+        .map(|(k, f)| (*k, *f))
+        .next()
+        .unwrap();
+    key.address = V4::node();
+    tables.frontends.insert(key, frontend);
+    let mut answer = packet::<V4>(1, 443, 1, TCP, tcp::SYN | tcp::ACK);
+    (answer.source, answer.destination) = (V4::new([198, 51, 100, 7]), V4::node());
+    let decision = from_network(&mut tables, &answer);
+    assert_eq!(
+        (decision.action, decision.translation),
+        (Action::Stack, Translation::None)
+    );
+    answer.tcp_flags = tcp::SYN;
+    let decision = from_network(&mut tables, &answer);
+    assert_eq!(decision.destination, V4::pod(5), "a client's first segment");
+}
