@@ -55,13 +55,14 @@ static EVENTS: PerCpuArray<u64> = PerCpuArray::pinned(64, 0);
 static PARK: Array<Park> = Array::pinned(1, 0);
 /// What ICMP messages of the programs themselves are counted by.
 #[map(name = "messages")]
-static MESSAGES: PerCpuArray<Bucket> = PerCpuArray::with_max_entries(1, 0);
+static MESSAGES: PerCpuArray<Bucket> = PerCpuArray::pinned(1, 0);
 
-/// A packet between two programs, which run one after the other on one CPU.
+/// A packet between two programs, which run one after the other on one CPU. Pinned: while an agent starts, the first may be
+/// that of the agent before.
 #[map(name = "pending_v4")]
-static PENDING_V4: PerCpuArray<Pending<V4>> = PerCpuArray::with_max_entries(1, 0);
+static PENDING_V4: PerCpuArray<Pending<V4>> = PerCpuArray::pinned(1, 0);
 #[map(name = "pending_v6")]
-static PENDING_V6: PerCpuArray<Pending<V6>> = PerCpuArray::with_max_entries(1, 0);
+static PENDING_V6: PerCpuArray<Pending<V6>> = PerCpuArray::pinned(1, 0);
 
 /// Families whose packets can be handed to another program.
 pub(crate) trait Handed: Sized {

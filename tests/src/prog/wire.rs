@@ -24,6 +24,8 @@ pub struct Ip {
     pub fragment: Option<(u16, u16, bool)>,
     /// Words of four bytes of options, IPv4; or one extension header of eight bytes when not zero, IPv6.
     pub options: usize,
+    /// Time to live, or hop limit.
+    pub hops: u8,
 }
 
 impl Ip {
@@ -41,6 +43,7 @@ impl Ip {
             protocol,
             fragment: None,
             options: 0,
+            hops: 64,
         }
     }
 
@@ -63,7 +66,7 @@ impl Ip {
                 }
                 header.extend(id.to_be_bytes());
                 header.extend(fragment.to_be_bytes());
-                header.extend([64, self.protocol, 0, 0]);
+                header.extend([self.hops, self.protocol, 0, 0]);
                 header.extend(source.octets());
                 header.extend(destination.octets());
                 // No operation.
@@ -91,7 +94,7 @@ impl Ip {
                 }
                 let mut header = vec![0x60, 0, 0, 0];
                 header.extend(field(chain.len() + payload.len()));
-                header.extend([next, 64]);
+                header.extend([next, self.hops]);
                 header.extend(source.octets());
                 header.extend(destination.octets());
                 header.extend(chain);

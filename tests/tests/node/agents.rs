@@ -413,8 +413,8 @@ async fn agents_that_die_in_the_middle_leave_nothing() {
         let links = member.namespace.links().unwrap();
         assert_eq!(
             links.len(),
-            5,
-            "eth0, the host link, the overlay's and the keeper's: {links:?}"
+            7,
+            "eth0, the pairs of the host link and of fragments, the overlay's and the keeper's: {links:?}"
         );
         assert_eq!(pod.links().unwrap(), Vec::<String>::new());
     }
