@@ -357,6 +357,18 @@ impl Control {
         }
     }
 
+    /// Waits until the end of a node's agent was noticed, at most `limit`: what the next agent confirms is its own then.
+    pub(super) fn part(&self, node: &str, limit: Duration) {
+        let deadline = Instant::now() + limit;
+        let follows = || {
+            let nodes = self.status.nodes();
+            nodes.get(node).is_some_and(|status| status.connected)
+        };
+        while follows() && Instant::now() < deadline {
+            std::thread::sleep(LOOK_EVERY);
+        }
+    }
+
     /// How far one node is, and what it said about its last apply.
     #[must_use]
     pub(super) fn standing(&self, node: &str) -> String {

@@ -13,6 +13,8 @@ use super::handle::Handle;
 use super::world::{self, CaseFile, NodeSpec, Segment};
 use crate::topology::{Namespace, next_number};
 
+/// How long the control side may take to notice that an agent has ended.
+const AGENT_NOTICED_WITHIN: Duration = Duration::from_secs(3);
 const AGENT_UP_WITHIN: Duration = Duration::from_secs(60);
 const LOOK_EVERY: Duration = Duration::from_millis(200);
 const LOG_LINES: usize = 12;
@@ -459,6 +461,9 @@ impl Cluster {
             nix::sys::signal::kill(pid, nix::sys::signal::Signal::SIGTERM)?;
         }
         child.wait()?;
+        if !self.outage {
+            self.control.part(name, AGENT_NOTICED_WITHIN);
+        }
         Ok(())
     }
 
