@@ -345,11 +345,14 @@ impl Control {
         let revision = self.objects.revision();
         let deadline = Instant::now() + limit;
         loop {
-            let behind: Vec<String> = nodes
-                .iter()
-                .filter(|n| self.status.applied(n).is_none_or(|r| r < revision))
-                .cloned()
-                .collect();
+            // What a node that is away has applied says nothing of the agent that is to come.
+            let present = self.status.nodes();
+            let is_behind = |name: &&String| {
+                present
+                    .get(*name)
+                    .is_none_or(|node| !node.connected || node.applied_revision < revision)
+            };
+            let behind: Vec<String> = nodes.iter().filter(is_behind).cloned().collect();
             if behind.is_empty() || Instant::now() >= deadline {
                 return behind;
             }
