@@ -197,8 +197,8 @@ impl Run {
             _ => {}
         }
         let asked = self.settle;
-        if matches!(kind, "start" | "restart" | "join") {
-            // An agent loads its programs first, beside those of other cases.
+        if matches!(kind, "start" | "restart" | "join" | "outage") {
+            // An agent loads its programs first, beside those of other cases; it may have started during the outage.
             self.settle = asked.max(AGENT_STARTS_WITHIN);
         }
         let done = self.change(kind, body).and_then(|()| self.settle());
