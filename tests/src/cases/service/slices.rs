@@ -5,7 +5,7 @@ use std::net::IpAddr;
 
 use serde_json::{Value, json};
 
-use super::world::Listen;
+use super::world::{Listen, PodSpec};
 
 /// Label value that marks slices made here.
 pub(super) const MANAGER: &str = "weir-cases";
@@ -22,6 +22,23 @@ pub(super) struct PodView {
     pub(super) listen: Vec<Listen>,
     pub(super) ready: bool,
     pub(super) terminating: bool,
+}
+
+impl PodView {
+    /// A pod with these addresses, on a node in this zone.
+    pub(super) fn new(spec: &PodSpec, ips: &[IpAddr], zone: Option<&str>) -> Self {
+        Self {
+            namespace: spec.namespace.clone(),
+            name: spec.name.clone(),
+            labels: spec.labels.clone(),
+            node: spec.node.clone(),
+            zone: zone.map(str::to_owned),
+            ips: ips.to_vec(),
+            listen: spec.listen.clone(),
+            ready: spec.ready,
+            terminating: spec.terminating,
+        }
+    }
 }
 
 /// Fills in what the API server would.

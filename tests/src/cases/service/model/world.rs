@@ -143,19 +143,10 @@ impl World {
     }
 
     pub(super) fn pod_views(&self) -> Vec<PodView> {
-        let view = |pod: &Pod| PodView {
-            namespace: pod.spec.namespace.clone(),
-            name: pod.spec.name.clone(),
-            labels: pod.spec.labels.clone(),
-            node: pod.spec.node.clone(),
-            zone: self
-                .nodes
-                .get(&pod.spec.node)
-                .and_then(|n| n.spec.zone.clone()),
-            ips: pod.ips.clone(),
-            listen: pod.spec.listen.clone(),
-            ready: pod.spec.ready,
-            terminating: pod.spec.terminating,
+        let view = |pod: &Pod| {
+            let node = self.nodes.get(&pod.spec.node);
+            let zone = node.and_then(|n| n.spec.zone.as_deref());
+            PodView::new(&pod.spec, &pod.ips, zone)
         };
         self.pods.values().filter(|p| !p.lost).map(view).collect()
     }
