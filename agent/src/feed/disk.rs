@@ -96,6 +96,14 @@ pub(super) fn encode(state: &DesiredState, to: &mut impl Write) -> std::io::Resu
                 .values()
                 .cloned()
                 .map(object::Kind::Announcement),
+        )
+        .chain(state.policies.values().cloned().map(object::Kind::Policy))
+        .chain(
+            state
+                .policy_peers
+                .values()
+                .cloned()
+                .map(object::Kind::PolicyPeer),
         );
     let mut bytes = Vec::new();
     for kind in kinds {

@@ -6,7 +6,7 @@ use crate::name_map::NameMap;
 use crate::slices::Slices;
 use crate::v1::{
     Announcement, ClusterConfig, Delta, EndpointSlice, KeyedData, Node, Object, ObjectKey,
-    ObjectKind, PodSpec, Service, Snapshot, object,
+    ObjectKind, PodSpec, Policy, PolicyPeer, Service, Snapshot, object,
 };
 
 /// Namespace and name; the namespace is empty for cluster-scoped objects.
@@ -49,6 +49,8 @@ pub struct DesiredState {
     pub secrets: BTreeMap<Name, KeyedData>,
     /// By address: the node that answers for it.
     pub announcements: BTreeMap<String, Announcement>,
+    pub policies: NameMap<Policy>,
+    pub policy_peers: NameMap<PolicyPeer>,
 }
 
 /// What a delta touched, so that the stages after it compare only that. A snapshot touches everything.
@@ -64,6 +66,8 @@ pub struct Changes {
     pub secrets: BTreeSet<Name>,
     /// Addresses that another node, or nobody, answers for now.
     pub announcements: BTreeSet<String>,
+    pub policies: BTreeSet<Name>,
+    pub policy_peers: BTreeSet<Name>,
 }
 
 impl Changes {
@@ -92,6 +96,8 @@ impl Changes {
         self.config_maps.extend(later.config_maps);
         self.secrets.extend(later.secrets);
         self.announcements.extend(later.announcements);
+        self.policies.extend(later.policies);
+        self.policy_peers.extend(later.policy_peers);
     }
 }
 
@@ -180,6 +186,16 @@ impl DesiredState {
                 self.announcements
                     .insert(announcement.address.clone(), announcement);
             }
+            Some(object::Kind::Policy(policy)) => {
+                let name = Name::new(&policy.namespace, &policy.name);
+                changes.policies.insert(name.clone());
+                self.policies.insert(name, policy);
+            }
+            Some(object::Kind::PolicyPeer(peer)) => {
+                let name = Name::new(&peer.namespace, &peer.name);
+                changes.policy_peers.insert(name.clone());
+                self.policy_peers.insert(name, peer);
+            }
             // A kind this version does not know: a newer control plane may send it.
             None => {}
         }
@@ -224,6 +240,14 @@ impl DesiredState {
             ObjectKind::Announcement => {
                 self.announcements.remove(&name.name);
                 changes.announcements.insert(name.name);
+            }
+            ObjectKind::Policy => {
+                self.policies.remove(&name);
+                changes.policies.insert(name);
+            }
+            ObjectKind::PolicyPeer => {
+                self.policy_peers.remove(&name);
+                changes.policy_peers.insert(name);
             }
         }
     }

@@ -390,6 +390,85 @@ pub struct Node<A> {
 /// Pods get the node's address on their way out of the cluster.
 pub const NODE_MASQUERADE: u32 = 1;
 
+/// Which policy judges a pod's packets. Key: interface index of the host side of its link. A pod without an entry is closed.
+#[repr(C)]
+#[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Default, Debug)]
+pub struct PodPolicy {
+    /// First part of the keys of its rules. Pods that rules treat alike share it.
+    pub policy_id: u32,
+    /// [`POLICY_INGRESS`] and its siblings.
+    pub flags: u32,
+}
+
+/// Packets to the pod are judged; without it they are all allowed.
+pub const POLICY_INGRESS: u32 = 1;
+/// Packets from the pod are judged; without it they are all allowed.
+pub const POLICY_EGRESS: u32 = 2;
+/// What no rule speaks of may not come in.
+pub const POLICY_INGRESS_CLOSED: u32 = 4;
+/// What no rule speaks of may not go out.
+pub const POLICY_EGRESS_CLOSED: u32 = 8;
+/// Nothing is allowed, whatever rules say: what applies to the pod is not known, or did not fit.
+pub const POLICY_SHUT: u32 = 16;
+
+/// What a rule matches, for a longest prefix match. The bits that count: policy, identity and direction always (72),
+/// then the protocol (80, without it any), then those of the port that a block of ports shares (up to 96, without them any).
+#[repr(C)]
+#[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Default, Debug)]
+pub struct PolicyRuleKey {
+    pub prefix_bits: u32,
+    pub policy_id: u32,
+    /// Of the other end; [`IDENTITY_ANY`] for rules about everybody. Both are asked, and the rule that comes first wins.
+    pub identity: u32,
+    /// [`DIRECTION_INGRESS`] or [`DIRECTION_EGRESS`].
+    pub direction: u8,
+    pub protocol: u8,
+    /// The destination's.
+    pub port: Port,
+}
+
+/// Bits of a [`PolicyRuleKey`] that say policy, identity and direction.
+pub const RULE_BITS_ANY_PROTOCOL: u32 = 72;
+/// Those and the protocol.
+pub const RULE_BITS_ANY_PORT: u32 = 80;
+/// All.
+pub const RULE_BITS_ONE_PORT: u32 = 96;
+
+/// Everybody, in the cluster or not. Also what an address is that no peer set holds.
+pub const IDENTITY_ANY: u32 = 0;
+
+pub const DIRECTION_INGRESS: u8 = 0;
+pub const DIRECTION_EGRESS: u8 = 1;
+
+/// The first of a policy's rules that match a [`PolicyRuleKey`], by their number: the order in which they are asked. The
+/// number of the tier Admin comes first; another is wanted where that passes, or has no rule.
+#[repr(C)]
+#[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug)]
+pub struct PolicyRule {
+    /// Of the tier Admin; [`NO_RULE`] when none matches.
+    pub admin_rule: u32,
+    /// [`RULE_ALLOW`], [`RULE_DENY`] or [`RULE_PASS`].
+    pub admin_action: u32,
+    /// Of the tiers after Admin; [`NO_RULE`] when none matches.
+    pub rule: u32,
+    /// [`RULE_ALLOW`] or [`RULE_DENY`].
+    pub action: u32,
+}
+
+/// Greater than every rule's number.
+pub const NO_RULE: u32 = u32::MAX;
+pub const RULE_ALLOW: u32 = 1;
+pub const RULE_DENY: u32 = 2;
+pub const RULE_PASS: u32 = 3;
+
+/// What all policies of the node share.
+#[repr(C)]
+#[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
+pub struct PolicyState {
+    /// Counts changes of policies and identities: flows that were judged before one are judged again.
+    pub generation: u32,
+}
+
 macro_rules! assert_layout {
     ($($layout:ty = $size:literal),+ $(,)?) => {
         $(const _: () = assert!(core::mem::size_of::<$layout>() == $size && core::mem::align_of::<$layout>() == 4);)+
@@ -401,7 +480,7 @@ assert_layout! {
     FlowKey<V4> = 16, FlowKey<V6> = 40, Flow<V4> = 64, Flow<V6> = 88, FrontendKey<V4> = 8, FrontendKey<V6> = 20,
     Frontend = 24, SlotKey = 8, SlotBlock = 64, Backend<V4> = 12, Backend<V6> = 24, Endpoint = 20, Link = 24, Node<V4> = 52,
     Node<V6> = 64, MaglevKey = 8, MaglevBlock = 256, SourceRangeKey<V4> = 12, SourceRangeKey<V6> = 24, RangeKey<V4> = 8,
-    RangeKey<V6> = 20, Range = 24,
+    RangeKey<V6> = 20, Range = 24, PodPolicy = 8, PolicyRuleKey = 16, PolicyRule = 16, PolicyState = 4,
 }
 
 impl<A: Family> FlowKey<A> {
