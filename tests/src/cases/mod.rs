@@ -1,7 +1,10 @@
 //! Runners for folders of case files. Each kind has its own format, described by the folder's README.
 
 pub mod api;
+mod cluster;
 pub mod dns;
+pub mod policy;
+mod run;
 pub mod service;
 
 use std::path::{Path, PathBuf};
@@ -63,4 +66,11 @@ pub fn case_files(folder: &Path, only: Option<&str>) -> anyhow::Result<Vec<PathB
     }
     files.sort();
     Ok(files)
+}
+
+/// What a case file is called in reports.
+pub(crate) fn stem(path: &Path) -> String {
+    path.file_stem()
+        .map(|s| s.to_string_lossy().into_owned())
+        .unwrap_or_default()
 }

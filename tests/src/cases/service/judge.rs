@@ -5,8 +5,8 @@ use std::net::{IpAddr, SocketAddr};
 
 use serde_json::Value;
 
-use super::world::{cidr_holds, normal_key};
 use crate::actor::command::{Attempt, Outcome, Reply};
+use crate::cases::cluster::spec::{cidr_holds, normal_key};
 
 /// Attempts of one source.
 #[derive(Clone, Debug)]

@@ -1,37 +1,25 @@
 //! Service and routing cases on real network namespaces. The folder's README describes the format.
 
-mod api;
-mod capture;
-mod cluster;
-mod handle;
 mod judge;
 mod model;
-mod node;
-mod pod;
 mod probe;
 mod raw;
 mod resolve;
-mod slices;
 mod steps;
 mod wire;
-mod world;
 
-use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
-use std::sync::Mutex;
-use std::sync::atomic::{AtomicUsize, Ordering};
-use std::time::{Duration, Instant};
 
 use anyhow::Context;
-use serde_json::{Value, json};
+use serde_json::Value;
 
+use super::cluster::Cluster;
+use super::cluster::spec::CaseFile;
+use super::run::Plan;
 use super::{Outcome, Summary};
-use crate::actor::lock;
-use cluster::Cluster;
 use steps::Run;
-use world::CaseFile;
 
-pub use cluster::Binaries;
+pub use super::cluster::Binaries;
 
 /// Cases run side by side by default: they wait most of their time.
 pub const DEFAULT_JOBS: usize = 4;
@@ -85,87 +73,15 @@ pub fn run_folder(
         crate::topology::sweep()?;
     }
     let files = super::case_files(&options.folder, options.only.as_deref())?;
-    let cases: Vec<(String, anyhow::Result<CaseFile>)> = files
+    let cases = files
         .iter()
-        .map(|path| (stem(path), read_case(path)))
+        .map(|path| (super::stem(path), read_case(path)))
         .collect();
-    let next = AtomicUsize::new(0);
-    let report = Mutex::new(Report {
-        print,
-        done: BTreeMap::new(),
-        printed: 0,
-        summary: Summary::default(),
-        results: Vec::new(),
-    });
-    std::thread::scope(|scope| {
-        for _ in 0..options.jobs.max(1).min(cases.len()) {
-            scope.spawn(|| {
-                while let Some((name, case)) = cases.get(next.fetch_add(1, Ordering::Relaxed)) {
-                    let start = Instant::now();
-                    let outcome = match case {
-                        Ok(case) => run_case(case, options),
-                        Err(e) => Outcome::Failed(format!("{e:#}")),
-                    };
-                    lock(&report).add(name, outcome, start.elapsed(), &cases);
-                }
-            });
-        }
-    });
-    let report = report
-        .into_inner()
-        .unwrap_or_else(std::sync::PoisonError::into_inner);
-    if let Some(path) = &options.json {
-        std::fs::write(path, report.json().to_string())
-            .with_context(|| format!("write results {}", path.display()))?;
-    }
-    Ok(report.summary)
-}
-
-/// Results as they come, printed in the order of the files.
-struct Report<P> {
-    print: P,
-    done: BTreeMap<String, (Outcome, Duration)>,
-    printed: usize,
-    summary: Summary,
-    results: Vec<Value>,
-}
-
-impl<P: FnMut(&str)> Report<P> {
-    fn add(
-        &mut self,
-        name: &str,
-        outcome: Outcome,
-        took: Duration,
-        order: &[(String, anyhow::Result<CaseFile>)],
-    ) {
-        self.done.insert(name.to_owned(), (outcome, took));
-        while let Some((name, _)) = order.get(self.printed)
-            && let Some((outcome, took)) = self.done.remove(name)
-        {
-            self.printed += 1;
-            self.summary.count(&outcome);
-            let (line, word, why) = match outcome {
-                Outcome::Passed => (format!("ok      {name}"), "passed", None),
-                Outcome::Failed(why) => (format!("FAILED  {name}: {why}"), "failed", Some(why)),
-                Outcome::Skipped(why) => (format!("skipped {name}: {why}"), "skipped", Some(why)),
-            };
-            (self.print)(&line);
-            let seconds = took.as_secs_f64();
-            self.results
-                .push(json!({"name": name, "outcome": word, "why": why, "seconds": seconds}));
-        }
-    }
-
-    fn json(&self) -> Value {
-        let counts = self.summary;
-        json!({"cases": self.results, "passed": counts.passed, "failed": counts.failed, "skipped": counts.skipped})
-    }
-}
-
-fn stem(path: &Path) -> String {
-    path.file_stem()
-        .map(|s| s.to_string_lossy().into_owned())
-        .unwrap_or_default()
+    let plan = Plan {
+        jobs: options.jobs,
+        json: options.json.as_deref(),
+    };
+    plan.run(&cases, |case| run_case(case, options), print)
 }
 
 fn read_case(path: &Path) -> anyhow::Result<CaseFile> {

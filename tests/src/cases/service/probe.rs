@@ -6,16 +6,16 @@ use std::time::Duration;
 use anyhow::{Context, Result, ensure};
 use serde_json::Value;
 
-use super::capture::Capture;
-use super::cluster::Cluster;
 use super::judge::{self, Seen};
 use super::resolve::Names;
 use super::steps::{Ends, Open, Run, number, size_of, strings};
 use super::wire::{self, Interest};
-use super::world;
 use crate::actor::command::{
     Attempt, Close, Command, Fragments, Order, Probe, Protocol, Reply, Send,
 };
+use crate::cases::cluster::Cluster;
+use crate::cases::cluster::capture::Capture;
+use crate::cases::cluster::spec;
 
 /// A probe that expects replies and gets none this often in a row has failed.
 const GIVE_UP_AFTER: usize = 10;
@@ -25,8 +25,8 @@ const TRIES: u64 = 3;
 
 impl Run {
     fn build_probe(&self, body: &Value, to: SocketAddr, from: &str) -> Result<Probe> {
-        let protocol: world::Transport = match &body["protocol"] {
-            Value::Null => world::Transport::Tcp,
+        let protocol: spec::Transport = match &body["protocol"] {
+            Value::Null => spec::Transport::Tcp,
             other => serde_json::from_value(other.clone())?,
         };
         let fragments = match &body["fragments"] {
@@ -79,7 +79,7 @@ impl Run {
             .with_context(|| format!("{from} owns no addresses"))?
             .spec
             .owns;
-        let found = world::owned(owns, v6, wanted);
+        let found = spec::owned(owns, v6, wanted);
         ensure!(found.len() == wanted, "{from} owns too few addresses");
         Ok(found)
     }
@@ -169,8 +169,8 @@ impl Run {
         seen: &[Seen],
         capture: &Capture,
     ) -> Result<()> {
-        let protocol: world::Transport = match &body["protocol"] {
-            Value::Null => world::Transport::Tcp,
+        let protocol: spec::Transport = match &body["protocol"] {
+            Value::Null => spec::Transport::Tcp,
             other => serde_json::from_value(other.clone())?,
         };
         let v6 = targets.iter().any(SocketAddr::is_ipv6);
@@ -342,7 +342,7 @@ impl Run {
     /// Leads the path from a source to an address through a node; `None` when it begins there.
     fn detour(&self, from: &str, to: IpAddr, node: &str) -> Result<Option<Detour>> {
         let ips = self.cluster.addresses(&format!("node:{node}"))?;
-        let via = world::of_family(&ips, to.is_ipv6()).context("the node lacks this family")?;
+        let via = spec::of_family(&ips, to.is_ipv6()).context("the node lacks this family")?;
         let (_, own, namespace) = self.cluster.source(from)?;
         if own.contains(&via) {
             return Ok(None);

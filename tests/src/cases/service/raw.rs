@@ -9,10 +9,10 @@ use serde_json::Value;
 use super::resolve::Names;
 use super::steps::{Run, number, strings};
 use super::wire;
-use super::world::normal_key;
 use crate::actor::command::{Command, Forged};
 use crate::actor::message::{REQUEST_HEAD, Request};
 use crate::actor::packet::{self, Place};
+use crate::cases::cluster::spec::normal_key;
 
 /// Time for a forged packet to arrive (or not).
 const ARRIVAL: Duration = Duration::from_millis(300);

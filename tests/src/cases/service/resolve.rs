@@ -6,9 +6,9 @@ use std::net::{IpAddr, SocketAddr};
 use anyhow::{Context, Result, bail, ensure};
 use serde_json::Value;
 
-use super::cluster::Overlay;
 use super::steps::strings;
-use super::world;
+use crate::cases::cluster::Overlay;
+use crate::cases::cluster::spec;
 
 /// Services by namespace and name.
 pub(super) type Services = BTreeMap<(String, String), Value>;
@@ -49,7 +49,7 @@ pub(super) trait Names {
                 let end = out[start..].find(')').context("unclosed $ip")? + start;
                 let reference = out[start + open.len()..end].to_owned();
                 let ips = self.addresses_of(&reference)?;
-                let ip = world::of_family(&ips, v6)
+                let ip = spec::of_family(&ips, v6)
                     .with_context(|| format!("no such address of {reference}"))?;
                 out.replace_range(start..=end, &ip.to_string());
             }
@@ -87,7 +87,7 @@ pub(super) trait Names {
         };
         let one = |ips: &Vec<IpAddr>| {
             // A family that a case names must be there; else the one that there is serves.
-            let ip = world::of_family(ips, v6).or(if family.is_none() {
+            let ip = spec::of_family(ips, v6).or(if family.is_none() {
                 ips.first().copied()
             } else {
                 None

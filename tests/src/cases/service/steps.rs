@@ -7,15 +7,15 @@ use std::time::Duration;
 use anyhow::{Context, Result, bail};
 use serde_json::Value;
 
-use super::api::plural;
-use super::capture::Capture;
-use super::cluster::{Cluster, Overlay};
 use super::judge::{Lookup, Record};
 use super::probe::Detour;
 use super::resolve::{Names, Services};
-use super::slices::{self, MANAGER};
-use super::world::{CaseFile, normal_key};
 use crate::actor::command::{Command, Size};
+use crate::cases::cluster::api::plural;
+use crate::cases::cluster::capture::Capture;
+use crate::cases::cluster::slices::{self, MANAGER};
+use crate::cases::cluster::spec::{CaseFile, normal_key};
+use crate::cases::cluster::{Cluster, Overlay};
 
 /// Limit for agents that start, where a case allows less.
 const AGENT_STARTS_WITHIN: Duration = Duration::from_secs(15);
@@ -353,7 +353,7 @@ impl Run {
             Some(false) => {
                 pod.actor.call(Command::Unlisten, Duration::from_secs(5))?;
             }
-            Some(true) => super::cluster::listen(&pod.actor, &pod.spec.listen, &key)?,
+            Some(true) => crate::cases::cluster::listen(&pod.actor, &pod.spec.listen, &key)?,
             None => {}
         }
         Ok(())

@@ -17,14 +17,14 @@ use rand::rngs::StdRng;
 use serde_json::Value;
 
 use super::super::Outcome as CaseOutcome;
-use super::cluster::{Cluster, Overlay};
 use super::judge::{self, Lookup, Record, Seen};
 use super::resolve::{Names, Services};
-use super::slices;
 use super::steps::{number, strings};
-use super::world::{self as spec, CaseFile, PodSpec, normal_key};
 use crate::actor::command::{Attempt, Outcome, Reply};
 use crate::actor::message::Answer;
+use crate::cases::cluster::slices;
+use crate::cases::cluster::spec::{self, CaseFile, PodSpec, normal_key};
+use crate::cases::cluster::{Cluster, Overlay};
 use traffic::{Client, Served, Traffic, Verdict};
 use view::{NodeView, View};
 use world::World;

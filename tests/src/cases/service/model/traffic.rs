@@ -8,10 +8,10 @@ use rand::Rng as _;
 use rand::rngs::StdRng;
 use serde_json::Value;
 
-use super::super::world::cidr_holds;
 use super::view::{Class, Frontend, Hit, Pool, View};
 use super::world::{Found, World};
 use crate::actor::command::Outcome;
+use crate::cases::cluster::spec::cidr_holds;
 
 /// Where a request begins.
 #[derive(Clone, Debug)]

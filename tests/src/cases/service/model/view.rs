@@ -7,7 +7,7 @@ use std::net::{IpAddr, SocketAddr};
 use serde_json::Value;
 
 use super::super::resolve::Services;
-use super::super::world::cidr_holds;
+use crate::cases::cluster::spec::cidr_holds;
 
 /// A node's addresses and zone.
 #[derive(Clone, Debug, Default)]

@@ -3,8 +3,8 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::{IpAddr, SocketAddr};
 
-use super::super::slices::PodView;
-use super::super::world::{
+use crate::cases::cluster::slices::PodView;
+use crate::cases::cluster::spec::{
     self, CaseFile, ExternalSpec, Listen, NodeSpec, PodSpec, Segment, cidr_holds,
 };
 
@@ -81,8 +81,8 @@ impl World {
             let node = Node {
                 spec: spec.clone(),
                 number,
-                ips: world::node_ips(spec, number, &world.segments),
-                cidrs: world::pod_cidrs(spec, number),
+                ips: spec::node_ips(spec, number, &world.segments),
+                cidrs: spec::pod_cidrs(spec, number),
                 joined: spec.joined,
                 agent: spec.joined,
                 given: 1,
@@ -90,7 +90,7 @@ impl World {
             world.nodes.insert(spec.name.clone(), node);
         }
         for (index, spec) in case.external.iter().enumerate() {
-            let ips = world::external_ips(spec, index + 1, &world.segments);
+            let ips = spec::external_ips(spec, index + 1, &world.segments);
             let spec = spec.clone();
             world
                 .externals
@@ -111,7 +111,7 @@ impl World {
         };
         node.given += 1;
         let given = node.given;
-        let own = |cidr: &String| world::nth_of(cidr, given);
+        let own = |cidr: &String| spec::nth_of(cidr, given);
         let ips = if spec.host_network {
             node.ips.clone()
         } else {
@@ -178,13 +178,13 @@ impl World {
         let node = self.node_at(to.ip())?;
         let here = self.pods.values().filter(|p| p.spec.node == node);
         for pod in here.filter(|p| !p.lost && !p.spec.host_network) {
-            let is = |h: &&world::HostPort| {
+            let is = |h: &&spec::HostPort| {
                 h.host_port == to.port()
                     && h.protocol.name() == protocol
                     && (h.host_ip.is_empty() || h.host_ip.parse() == Ok(to.ip()))
             };
             if let Some(found) = pod.spec.host_ports.iter().find(is) {
-                let ip = world::of_family(&pod.ips, to.is_ipv6())?;
+                let ip = spec::of_family(&pod.ips, to.is_ipv6())?;
                 return Some(SocketAddr::new(ip, found.port));
             }
         }

@@ -40,7 +40,7 @@ fn one_node() -> Vec<NodeSpec> {
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
-pub(super) enum Transport {
+pub(in crate::cases) enum Transport {
     #[serde(rename = "TCP")]
     Tcp,
     #[serde(rename = "UDP")]
@@ -54,7 +54,7 @@ pub(super) enum Transport {
 impl Transport {
     /// What the actors speak.
     #[must_use]
-    pub(super) fn spoken(self) -> Protocol {
+    pub(in crate::cases) fn spoken(self) -> Protocol {
         match self {
             Self::Tcp => Protocol::Tcp,
             Self::Udp => Protocol::Udp,
@@ -65,7 +65,7 @@ impl Transport {
 
     /// The number in IP headers.
     #[must_use]
-    pub(super) fn number(self, v6: bool) -> u8 {
+    pub(in crate::cases) fn number(self, v6: bool) -> u8 {
         match self {
             Self::Tcp => packet::TCP,
             Self::Udp => packet::UDP,
@@ -76,7 +76,7 @@ impl Transport {
     }
 
     #[must_use]
-    pub(super) fn name(self) -> &'static str {
+    pub(in crate::cases) fn name(self) -> &'static str {
         match self {
             Self::Tcp => "TCP",
             Self::Udp => "UDP",
@@ -88,105 +88,105 @@ impl Transport {
 
 #[derive(Clone, Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub(super) struct Listen {
-    pub(super) port: u16,
+pub(in crate::cases) struct Listen {
+    pub(in crate::cases) port: u16,
     #[serde(default = "tcp")]
-    pub(super) protocol: Transport,
+    pub(in crate::cases) protocol: Transport,
     #[serde(default)]
-    pub(super) name: String,
+    pub(in crate::cases) name: String,
 }
 
 #[derive(Clone, Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub(super) struct HostPort {
+pub(in crate::cases) struct HostPort {
     #[serde(rename = "hostPort")]
-    pub(super) host_port: u16,
-    pub(super) port: u16,
+    pub(in crate::cases) host_port: u16,
+    pub(in crate::cases) port: u16,
     #[serde(default = "tcp")]
-    pub(super) protocol: Transport,
+    pub(in crate::cases) protocol: Transport,
     #[serde(default, rename = "hostIP")]
-    pub(super) host_ip: String,
+    pub(in crate::cases) host_ip: String,
 }
 
 #[derive(Clone, Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub(super) struct SegmentSpec {
-    pub(super) name: String,
-    pub(super) path_mtu: Option<u32>,
+pub(in crate::cases) struct SegmentSpec {
+    pub(in crate::cases) name: String,
+    pub(in crate::cases) path_mtu: Option<u32>,
 }
 
 #[derive(Clone, Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub(super) struct NodeSpec {
-    pub(super) name: String,
+pub(in crate::cases) struct NodeSpec {
+    pub(in crate::cases) name: String,
     #[serde(default = "lan")]
-    pub(super) segment: String,
-    pub(super) zone: Option<String>,
-    pub(super) ips: Option<Vec<IpAddr>>,
+    pub(in crate::cases) segment: String,
+    pub(in crate::cases) zone: Option<String>,
+    pub(in crate::cases) ips: Option<Vec<IpAddr>>,
     #[serde(default)]
-    pub(super) also: Vec<IpAddr>,
+    pub(in crate::cases) also: Vec<IpAddr>,
     #[serde(rename = "podCIDRs")]
-    pub(super) pod_cidrs: Option<Vec<String>>,
+    pub(in crate::cases) pod_cidrs: Option<Vec<String>>,
     #[serde(default = "yes")]
-    pub(super) joined: bool,
+    pub(in crate::cases) joined: bool,
 }
 
 #[derive(Clone, Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub(super) struct RouteSpec {
-    pub(super) to: String,
-    pub(super) via: String,
+pub(in crate::cases) struct RouteSpec {
+    pub(in crate::cases) to: String,
+    pub(in crate::cases) via: String,
 }
 
 #[derive(Clone, Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub(super) struct ExternalSpec {
-    pub(super) name: String,
+pub(in crate::cases) struct ExternalSpec {
+    pub(in crate::cases) name: String,
     #[serde(default = "lan")]
-    pub(super) segment: String,
-    pub(super) ips: Option<Vec<IpAddr>>,
+    pub(in crate::cases) segment: String,
+    pub(in crate::cases) ips: Option<Vec<IpAddr>>,
     #[serde(default)]
-    pub(super) owns: Vec<String>,
+    pub(in crate::cases) owns: Vec<String>,
     #[serde(default)]
-    pub(super) listen: Vec<Listen>,
+    pub(in crate::cases) listen: Vec<Listen>,
     #[serde(default)]
-    pub(super) routes: Vec<RouteSpec>,
+    pub(in crate::cases) routes: Vec<RouteSpec>,
 }
 
 #[derive(Clone, Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub(super) struct PodSpec {
-    pub(super) name: String,
+pub(in crate::cases) struct PodSpec {
+    pub(in crate::cases) name: String,
     #[serde(default = "default_namespace")]
-    pub(super) namespace: String,
+    pub(in crate::cases) namespace: String,
     #[serde(default = "n1")]
-    pub(super) node: String,
+    pub(in crate::cases) node: String,
     #[serde(default)]
-    pub(super) labels: BTreeMap<String, String>,
+    pub(in crate::cases) labels: BTreeMap<String, String>,
     #[serde(default)]
-    pub(super) listen: Vec<Listen>,
+    pub(in crate::cases) listen: Vec<Listen>,
     #[serde(default, rename = "hostPorts")]
-    pub(super) host_ports: Vec<HostPort>,
+    pub(in crate::cases) host_ports: Vec<HostPort>,
     #[serde(default = "yes")]
-    pub(super) ready: bool,
+    pub(in crate::cases) ready: bool,
     #[serde(default)]
-    pub(super) terminating: bool,
+    pub(in crate::cases) terminating: bool,
     #[serde(default, rename = "hostNetwork")]
-    pub(super) host_network: bool,
+    pub(in crate::cases) host_network: bool,
     #[serde(default = "yes")]
-    pub(super) present: bool,
+    pub(in crate::cases) present: bool,
 }
 
 impl PodSpec {
     /// How references and answers call it: `name`, or `namespace/name` outside `default`.
     #[must_use]
-    pub(super) fn key(&self) -> String {
+    pub(in crate::cases) fn key(&self) -> String {
         pod_key(&self.namespace, &self.name)
     }
 }
 
 #[must_use]
-pub(super) fn pod_key(namespace: &str, name: &str) -> String {
+pub(in crate::cases) fn pod_key(namespace: &str, name: &str) -> String {
     if namespace == "default" {
         name.to_owned()
     } else {
@@ -196,7 +196,7 @@ pub(super) fn pod_key(namespace: &str, name: &str) -> String {
 
 /// A reference to a pod in the form of [`PodSpec::key`].
 #[must_use]
-pub(super) fn normal_key(reference: &str) -> String {
+pub(in crate::cases) fn normal_key(reference: &str) -> String {
     reference
         .strip_prefix("default/")
         .unwrap_or(reference)
@@ -205,55 +205,55 @@ pub(super) fn normal_key(reference: &str) -> String {
 
 /// A whole case file.
 #[derive(Clone, Debug, Deserialize)]
-pub(super) struct CaseFile {
+pub(in crate::cases) struct CaseFile {
     #[serde(default)]
-    pub(super) needs: Vec<String>,
+    pub(in crate::cases) needs: Vec<String>,
     #[serde(default)]
-    pub(super) families: Vec<String>,
+    pub(in crate::cases) families: Vec<String>,
     #[serde(default)]
-    pub(super) agent: serde_json::Map<String, Value>,
+    pub(in crate::cases) agent: serde_json::Map<String, Value>,
     #[serde(default)]
-    pub(super) segments: Vec<SegmentSpec>,
+    pub(in crate::cases) segments: Vec<SegmentSpec>,
     #[serde(default = "one_node")]
-    pub(super) nodes: Vec<NodeSpec>,
+    pub(in crate::cases) nodes: Vec<NodeSpec>,
     #[serde(default)]
-    pub(super) external: Vec<ExternalSpec>,
+    pub(in crate::cases) external: Vec<ExternalSpec>,
     #[serde(default)]
-    pub(super) pods: Vec<PodSpec>,
+    pub(in crate::cases) pods: Vec<PodSpec>,
     #[serde(default)]
-    pub(super) objects: Vec<Value>,
+    pub(in crate::cases) objects: Vec<Value>,
     #[serde(default)]
-    pub(super) generate: Vec<Value>,
+    pub(in crate::cases) generate: Vec<Value>,
     #[serde(default = "settle")]
-    pub(super) settle: f64,
-    pub(super) steps: Vec<Value>,
+    pub(in crate::cases) settle: f64,
+    pub(in crate::cases) steps: Vec<Value>,
 }
 
 impl CaseFile {
     /// True when IPv6 is the family of names that have both.
     #[must_use]
-    pub(super) fn prefers_v6(&self) -> bool {
+    pub(in crate::cases) fn prefers_v6(&self) -> bool {
         self.families.first().is_some_and(|f| f == "IPv6")
     }
 }
 
 /// A layer-2 segment and its networks.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct Segment {
-    pub(super) name: String,
-    pub(super) v4: Ipv4Addr,
-    pub(super) v6: Ipv6Addr,
-    pub(super) path_mtu: Option<u32>,
+pub(in crate::cases) struct Segment {
+    pub(in crate::cases) name: String,
+    pub(in crate::cases) v4: Ipv4Addr,
+    pub(in crate::cases) v6: Ipv6Addr,
+    pub(in crate::cases) path_mtu: Option<u32>,
 }
 
 /// Prefix lengths of every segment.
-pub(super) const V4_PREFIX: u8 = 24;
-pub(super) const V6_PREFIX: u8 = 64;
+pub(in crate::cases) const V4_PREFIX: u8 = 24;
+pub(in crate::cases) const V6_PREFIX: u8 = 64;
 
 impl Segment {
     /// The built-in segments, with what a case says about them.
     #[must_use]
-    pub(super) fn all(specs: &[SegmentSpec]) -> Vec<Self> {
+    pub(in crate::cases) fn all(specs: &[SegmentSpec]) -> Vec<Self> {
         let built_in = [
             (
                 "lan",
@@ -281,19 +281,19 @@ impl Segment {
 
     /// Host `digits` of both networks; the digits read the same in both families.
     #[must_use]
-    pub(super) fn host(&self, digits: u8) -> [IpAddr; 2] {
+    pub(in crate::cases) fn host(&self, digits: u8) -> [IpAddr; 2] {
         let v4 = Ipv4Addr::from(u32::from(self.v4) + u32::from(digits));
         let hex = u128::from_str_radix(&digits.to_string(), 16).unwrap_or(0);
         [v4.into(), Ipv6Addr::from(u128::from(self.v6) + hex).into()]
     }
 
     #[must_use]
-    pub(super) fn router(&self) -> [IpAddr; 2] {
+    pub(in crate::cases) fn router(&self) -> [IpAddr; 2] {
         self.host(1)
     }
 
     #[must_use]
-    pub(super) fn holds(&self, address: IpAddr) -> bool {
+    pub(in crate::cases) fn holds(&self, address: IpAddr) -> bool {
         match address {
             IpAddr::V4(a) => u32::from(a) >> 8 == u32::from(self.v4) >> 8,
             IpAddr::V6(a) => u128::from(a) >> 64 == u128::from(self.v6) >> 64,
@@ -303,13 +303,17 @@ impl Segment {
 
 /// Addresses of the i-th node (from 1).
 #[must_use]
-pub(super) fn node_ips(spec: &NodeSpec, number: usize, segments: &[Segment]) -> Vec<IpAddr> {
+pub(in crate::cases) fn node_ips(
+    spec: &NodeSpec,
+    number: usize,
+    segments: &[Segment],
+) -> Vec<IpAddr> {
     default_ips(spec.ips.as_ref(), &spec.segment, 10 + number, segments)
 }
 
 /// Addresses of the j-th external (from 1).
 #[must_use]
-pub(super) fn external_ips(
+pub(in crate::cases) fn external_ips(
     spec: &ExternalSpec,
     number: usize,
     segments: &[Segment],
@@ -333,7 +337,7 @@ fn default_ips(
 
 /// Pod ranges of the i-th node (from 1).
 #[must_use]
-pub(super) fn pod_cidrs(spec: &NodeSpec, number: usize) -> Vec<String> {
+pub(in crate::cases) fn pod_cidrs(spec: &NodeSpec, number: usize) -> Vec<String> {
     let defaults = || {
         vec![
             format!("10.244.{number}.0/24"),
@@ -345,13 +349,13 @@ pub(super) fn pod_cidrs(spec: &NodeSpec, number: usize) -> Vec<String> {
 
 /// The address of one family.
 #[must_use]
-pub(super) fn of_family(ips: &[IpAddr], v6: bool) -> Option<IpAddr> {
+pub(in crate::cases) fn of_family(ips: &[IpAddr], v6: bool) -> Option<IpAddr> {
     ips.iter().copied().find(|ip| ip.is_ipv6() == v6)
 }
 
 /// Does a CIDR hold an address?
 #[must_use]
-pub(super) fn cidr_holds(cidr: &str, address: IpAddr) -> bool {
+pub(in crate::cases) fn cidr_holds(cidr: &str, address: IpAddr) -> bool {
     let Some((net, length)) = cidr.split_once('/') else {
         return cidr.parse() == Ok(address);
     };
@@ -370,7 +374,7 @@ pub(super) fn cidr_holds(cidr: &str, address: IpAddr) -> bool {
 
 /// The n-th address of a CIDR, without regard to network and broadcast addresses, or the n-th after a bare address.
 #[must_use]
-pub(super) fn nth_of(cidr: &str, n: u32) -> Option<IpAddr> {
+pub(in crate::cases) fn nth_of(cidr: &str, n: u32) -> Option<IpAddr> {
     let found: IpAddr = match cidr.split('/').next()?.parse().ok()? {
         IpAddr::V4(a) => Ipv4Addr::from(u32::from(a).checked_add(n)?).into(),
         IpAddr::V6(a) => Ipv6Addr::from(u128::from(a).checked_add(u128::from(n))?).into(),
@@ -380,7 +384,7 @@ pub(super) fn nth_of(cidr: &str, n: u32) -> Option<IpAddr> {
 
 /// The first addresses of one family out of several CIDRs. Those that hold more than one begin after the network's own.
 #[must_use]
-pub(super) fn owned(cidrs: &[String], v6: bool, wanted: usize) -> Vec<IpAddr> {
+pub(in crate::cases) fn owned(cidrs: &[String], v6: bool, wanted: usize) -> Vec<IpAddr> {
     let family = cidrs.iter().filter(|c| c.contains(':') == v6);
     let all = family.flat_map(|cidr| {
         let first = u32::from(nth_of(cidr, 1).is_some());

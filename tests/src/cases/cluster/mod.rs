@@ -1,4 +1,13 @@
-//! The case's world on real namespaces: router, segments, nodes with agents, pods by the CNI plugin, externals.
+//! A world on real namespaces: router, segments, nodes with agents, pods by the CNI plugin, externals. Kinds of cases share
+//! it.
+
+pub(in crate::cases) mod api;
+pub(in crate::cases) mod capture;
+pub(in crate::cases) mod handle;
+pub(in crate::cases) mod node;
+pub(in crate::cases) mod pod;
+pub(in crate::cases) mod slices;
+pub(in crate::cases) mod spec;
 
 use std::collections::BTreeMap;
 use std::net::{IpAddr, SocketAddr};
@@ -8,11 +17,11 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
 
-use super::api::Control;
-use super::handle::Handle;
-use super::node::Node;
-use super::pod::Pod;
-use super::world::{self, CaseFile, ExternalSpec, Listen, PodSpec, Segment, V4_PREFIX, V6_PREFIX};
+use self::api::Control;
+use self::handle::Handle;
+use self::node::Node;
+use self::pod::Pod;
+use self::spec::{CaseFile, ExternalSpec, Listen, PodSpec, Segment, V4_PREFIX, V6_PREFIX};
 use crate::actor::command::Command;
 use crate::prog::cgroup::Cgroup;
 use crate::topology::Namespace;
@@ -32,47 +41,47 @@ pub struct Binaries {
 }
 
 #[derive(Debug)]
-pub(super) struct External {
-    pub(super) spec: ExternalSpec,
-    pub(super) ips: Vec<IpAddr>,
-    pub(super) namespace: Namespace,
-    pub(super) actor: Handle,
+pub(in crate::cases) struct External {
+    pub(in crate::cases) spec: ExternalSpec,
+    pub(in crate::cases) ips: Vec<IpAddr>,
+    pub(in crate::cases) namespace: Namespace,
+    pub(in crate::cases) actor: Handle,
 }
 
 /// Settings of the overlay: UDP port, network identifier, address of every node's device.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Overlay {
-    pub(super) port: u16,
-    pub(super) vni: u32,
-    pub(super) mac: [u8; 6],
+pub(in crate::cases) struct Overlay {
+    pub(in crate::cases) port: u16,
+    pub(in crate::cases) vni: u32,
+    pub(in crate::cases) mac: [u8; 6],
 }
 
 /// Everything of one case.
 #[derive(Debug)]
-pub(super) struct Cluster {
-    pub(super) pods: BTreeMap<String, Pod>,
+pub(in crate::cases) struct Cluster {
+    pub(in crate::cases) pods: BTreeMap<String, Pod>,
     /// Specs of all pods of the case, present or not.
-    pub(super) specs: BTreeMap<String, PodSpec>,
+    pub(in crate::cases) specs: BTreeMap<String, PodSpec>,
     /// The last address of pods that are gone, for `$ip()`.
-    pub(super) gone: BTreeMap<String, Vec<IpAddr>>,
-    pub(super) nodes: BTreeMap<String, Node>,
-    pub(super) externals: BTreeMap<String, External>,
-    pub(super) control: Control,
-    pub(super) router: Namespace,
+    pub(in crate::cases) gone: BTreeMap<String, Vec<IpAddr>>,
+    pub(in crate::cases) nodes: BTreeMap<String, Node>,
+    pub(in crate::cases) externals: BTreeMap<String, External>,
+    pub(in crate::cases) control: Control,
+    pub(in crate::cases) router: Namespace,
     _control_namespace: Arc<Namespace>,
-    pub(super) segments: Vec<Segment>,
-    pub(super) binaries: Binaries,
+    pub(in crate::cases) segments: Vec<Segment>,
+    pub(in crate::cases) binaries: Binaries,
     /// What socket hooks are attached to, with all processes of pods and nodes; none leaves them out.
-    pub(super) cgroup: Option<Cgroup>,
-    pub(super) folder: tempfile::TempDir,
-    pub(super) next_container: u32,
+    pub(in crate::cases) cgroup: Option<Cgroup>,
+    pub(in crate::cases) folder: tempfile::TempDir,
+    pub(in crate::cases) next_container: u32,
     /// Section of every agent's configuration that the case's options make.
-    pub(super) options: String,
+    pub(in crate::cases) options: String,
     /// Nodes behind a control outage.
-    pub(super) outage: bool,
+    pub(in crate::cases) outage: bool,
 }
 
-pub(super) fn sysctl(namespace: &Namespace, settings: &[(&str, &str)]) -> Result<()> {
+pub(in crate::cases) fn sysctl(namespace: &Namespace, settings: &[(&str, &str)]) -> Result<()> {
     namespace.enter(|| {
         for (key, value) in settings {
             let path = format!("/proc/sys/{key}");
@@ -84,12 +93,12 @@ pub(super) fn sysctl(namespace: &Namespace, settings: &[(&str, &str)]) -> Result
 
 /// No duplicate address detection on a link that is not up yet: a forwarding host asks for a neighbour from its
 /// link-local address only, and while that is tentative the kernel does not ask at all.
-pub(super) fn usable_at_once(namespace: &Namespace, link: &str) -> Result<()> {
+pub(in crate::cases) fn usable_at_once(namespace: &Namespace, link: &str) -> Result<()> {
     let setting = format!("net/ipv6/conf/{link}/accept_dad");
     sysctl(namespace, &[(&setting, "0")])
 }
 
-pub(super) fn prefixed(address: IpAddr) -> String {
+pub(in crate::cases) fn prefixed(address: IpAddr) -> String {
     format!(
         "{address}/{}",
         if address.is_ipv4() {
@@ -100,7 +109,11 @@ pub(super) fn prefixed(address: IpAddr) -> String {
     )
 }
 
-pub(super) fn add_address(namespace: &Namespace, address: &str, link: &str) -> Result<()> {
+pub(in crate::cases) fn add_address(
+    namespace: &Namespace,
+    address: &str,
+    link: &str,
+) -> Result<()> {
     let mut arguments = vec!["address", "replace", address, "dev", link];
     if address.contains(':') {
         arguments.push("nodad");
@@ -113,7 +126,7 @@ impl Cluster {
     ///
     /// # Errors
     /// When it cannot be moved.
-    pub(super) fn admit(&self, actor: &Handle) -> Result<()> {
+    pub(in crate::cases) fn admit(&self, actor: &Handle) -> Result<()> {
         self.cgroup
             .as_ref()
             .map_or(Ok(()), |cgroup| cgroup.admit(actor.process()))
@@ -123,7 +136,7 @@ impl Cluster {
     ///
     /// # Errors
     /// The first thing that could not be built.
-    pub(super) fn build(case: &CaseFile, binaries: &Binaries) -> Result<Self> {
+    pub(in crate::cases) fn build(case: &CaseFile, binaries: &Binaries) -> Result<Self> {
         let folder = tempfile::tempdir()?;
         let segments = Segment::all(&case.segments);
         let router = Namespace::new("r")?;
@@ -174,13 +187,13 @@ impl Cluster {
 
     fn build_external(&mut self, spec: &ExternalSpec, number: usize) -> Result<()> {
         let namespace = Namespace::new(&format!("e-{}", spec.name))?;
-        let ips = world::external_ips(spec, number, &self.segments);
+        let ips = spec::external_ips(spec, number, &self.segments);
         self.plug(&namespace, &spec.segment, &ips)?;
         for cidr in &spec.owns {
             let v6 = cidr.contains(':');
             let family = if v6 { "-6" } else { "-4" };
             namespace.ip(&[family, "route", "add", "local", cidr, "dev", "lo"])?;
-            if let Some(ip) = world::of_family(&ips, v6) {
+            if let Some(ip) = spec::of_family(&ips, v6) {
                 self.route(cidr, ip)?;
             }
         }
@@ -189,7 +202,7 @@ impl Cluster {
                 .nodes
                 .get(&route.via)
                 .with_context(|| format!("no node {}", route.via))?;
-            let via = world::of_family(&node.ips, route.to.contains(':'));
+            let via = spec::of_family(&node.ips, route.to.contains(':'));
             let via = via.context("the node lacks this family")?;
             if self.near(&ips, via) {
                 namespace.ip(&["route", "replace", &route.to, "via", &via.to_string()])?;
@@ -215,7 +228,7 @@ impl Cluster {
     ///
     /// # Errors
     /// When the router refuses.
-    pub(super) fn route(&self, to: &str, via: IpAddr) -> Result<()> {
+    pub(in crate::cases) fn route(&self, to: &str, via: IpAddr) -> Result<()> {
         let gateway = via.to_string();
         let mut route = vec!["route", "replace", to, "via", &gateway];
         let segment = self.segments.iter().find(|s| s.holds(via));
@@ -228,14 +241,14 @@ impl Cluster {
 
     /// Is a host with these addresses on the segment of another address?
     #[must_use]
-    pub(super) fn near(&self, own: &[IpAddr], other: IpAddr) -> bool {
+    pub(in crate::cases) fn near(&self, own: &[IpAddr], other: IpAddr) -> bool {
         let segment = self.segments.iter().find(|s| s.holds(other));
         own.iter().any(|ip| segment.is_some_and(|s| s.holds(*ip)))
     }
 
     /// How nodes of different segments wrap packets.
     #[must_use]
-    pub(super) fn overlay() -> Overlay {
+    pub(in crate::cases) fn overlay() -> Overlay {
         let settings = weir_agent::config::Overlay::default();
         Overlay {
             port: settings.port,
@@ -248,7 +261,7 @@ impl Cluster {
     ///
     /// # Errors
     /// When there is no such segment.
-    pub(super) fn bridge(&self, segment: &str) -> Result<usize> {
+    pub(in crate::cases) fn bridge(&self, segment: &str) -> Result<usize> {
         let name = format!("br-{}", self.segment(segment)?.name);
         let index = || Ok(nix::net::if_::if_nametoindex(name.as_str())?);
         Ok(usize::try_from(self.router.enter(index)?)?)
@@ -256,7 +269,7 @@ impl Cluster {
 
     /// Where the next actor writes what goes wrong with it.
     #[must_use]
-    pub(super) fn actor_log(&self) -> PathBuf {
+    pub(in crate::cases) fn actor_log(&self) -> PathBuf {
         let number = crate::topology::next_number();
         self.folder.path().join(format!("actor-{number}.log"))
     }
@@ -265,7 +278,10 @@ impl Cluster {
     ///
     /// # Errors
     /// When there is no such source.
-    pub(super) fn source(&self, reference: &str) -> Result<(&Handle, &[IpAddr], &Namespace)> {
+    pub(in crate::cases) fn source(
+        &self,
+        reference: &str,
+    ) -> Result<(&Handle, &[IpAddr], &Namespace)> {
         if let Some(name) = reference.strip_prefix("node:") {
             let node = self
                 .nodes
@@ -282,7 +298,7 @@ impl Cluster {
         }
         let pod = self
             .pods
-            .get(&world::normal_key(reference))
+            .get(&spec::normal_key(reference))
             .with_context(|| format!("no pod {reference}"))?;
         let namespace = match (&pod.namespace, self.nodes.get(&pod.spec.node)) {
             (Some(own), _) => own,
@@ -296,11 +312,11 @@ impl Cluster {
     ///
     /// # Errors
     /// When there never was such a thing.
-    pub(super) fn addresses(&self, reference: &str) -> Result<Vec<IpAddr>> {
+    pub(in crate::cases) fn addresses(&self, reference: &str) -> Result<Vec<IpAddr>> {
         if let Ok((_, ips, _)) = self.source(reference) {
             return Ok(ips.to_vec());
         }
-        let gone = self.gone.get(&world::normal_key(reference));
+        let gone = self.gone.get(&spec::normal_key(reference));
         gone.cloned()
             .with_context(|| format!("no address of {reference}"))
     }
@@ -309,7 +325,7 @@ impl Cluster {
     ///
     /// # Errors
     /// When the link cannot be switched.
-    pub(super) fn set_outage(&mut self, down: bool) -> Result<()> {
+    pub(in crate::cases) fn set_outage(&mut self, down: bool) -> Result<()> {
         self.outage = down;
         self.router
             .ip(&["link", "set", "control", if down { "down" } else { "up" }])?;
@@ -400,7 +416,7 @@ fn join_control(router: &Namespace, control: &Namespace) -> Result<()> {
 ///
 /// # Errors
 /// When one cannot be opened.
-pub(super) fn listen(actor: &Handle, ports: &[Listen], name: &str) -> Result<()> {
+pub(in crate::cases) fn listen(actor: &Handle, ports: &[Listen], name: &str) -> Result<()> {
     for port in ports {
         let protocol = port.protocol.spoken();
         actor.call(

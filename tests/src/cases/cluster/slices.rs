@@ -5,28 +5,28 @@ use std::net::IpAddr;
 
 use serde_json::{Value, json};
 
-use super::world::{Listen, PodSpec};
+use super::spec::{Listen, PodSpec};
 
 /// Label value that marks slices made here.
-pub(super) const MANAGER: &str = "weir-cases";
+pub(in crate::cases) const MANAGER: &str = "weir-cases";
 
 /// A pod as slices see it.
 #[derive(Clone, Debug)]
-pub(super) struct PodView {
-    pub(super) namespace: String,
-    pub(super) name: String,
-    pub(super) labels: BTreeMap<String, String>,
-    pub(super) node: String,
-    pub(super) zone: Option<String>,
-    pub(super) ips: Vec<IpAddr>,
-    pub(super) listen: Vec<Listen>,
-    pub(super) ready: bool,
-    pub(super) terminating: bool,
+pub(in crate::cases) struct PodView {
+    pub(in crate::cases) namespace: String,
+    pub(in crate::cases) name: String,
+    pub(in crate::cases) labels: BTreeMap<String, String>,
+    pub(in crate::cases) node: String,
+    pub(in crate::cases) zone: Option<String>,
+    pub(in crate::cases) ips: Vec<IpAddr>,
+    pub(in crate::cases) listen: Vec<Listen>,
+    pub(in crate::cases) ready: bool,
+    pub(in crate::cases) terminating: bool,
 }
 
 impl PodView {
     /// A pod with these addresses, on a node in this zone.
-    pub(super) fn new(spec: &PodSpec, ips: &[IpAddr], zone: Option<&str>) -> Self {
+    pub(in crate::cases) fn new(spec: &PodSpec, ips: &[IpAddr], zone: Option<&str>) -> Self {
         Self {
             namespace: spec.namespace.clone(),
             name: spec.name.clone(),
@@ -42,7 +42,7 @@ impl PodView {
 }
 
 /// Fills in what the API server would.
-pub(super) fn default_service(service: &mut Value) {
+pub(in crate::cases) fn default_service(service: &mut Value) {
     if service["metadata"]["namespace"].is_null() {
         service["metadata"]["namespace"] = "default".into();
     }
@@ -97,7 +97,7 @@ pub(super) fn default_service(service: &mut Value) {
 
 /// The slices of one Service: one per family and set of ports.
 #[must_use]
-pub(super) fn derive(service: &Value, pods: &[PodView]) -> Vec<Value> {
+pub(in crate::cases) fn derive(service: &Value, pods: &[PodView]) -> Vec<Value> {
     let spec = &service["spec"];
     let Some(selector) = spec["selector"].as_object().filter(|s| !s.is_empty()) else {
         return Vec::new();
@@ -217,7 +217,7 @@ fn endpoint(service: &Value, pod: &PodView, ip: IpAddr) -> Value {
 ///
 /// # Errors
 /// When the item is malformed.
-pub(super) fn generate(item: &Value) -> Result<Vec<Value>, String> {
+pub(in crate::cases) fn generate(item: &Value) -> Result<Vec<Value>, String> {
     let number = |key: &str| {
         item[key]
             .as_u64()
@@ -227,7 +227,7 @@ pub(super) fn generate(item: &Value) -> Result<Vec<Value>, String> {
     let count = u32::try_from(number("count")?).map_err(|e| e.to_string())?;
     let address = |key: &str, n: u32| {
         let first = item[key].as_str().unwrap_or_default();
-        super::world::nth_of(first, n)
+        super::spec::nth_of(first, n)
             .map(|a| a.to_string())
             .ok_or_else(|| format!("generate: bad {key} {first}"))
     };
@@ -265,7 +265,7 @@ pub(super) fn generate(item: &Value) -> Result<Vec<Value>, String> {
 
 #[cfg(test)]
 mod tests {
-    use super::super::world::Transport;
+    use super::super::spec::Transport;
     use super::*;
 
     #[test]

@@ -27,15 +27,15 @@ const MAX_FRAMES: usize = 1 << 20;
 
 /// A frame on one link, cut to its first bytes.
 #[derive(Clone, Debug)]
-pub(super) struct Frame {
+pub(in crate::cases) struct Frame {
     /// Index of the link in its namespace.
-    pub(super) link: usize,
-    pub(super) bytes: Vec<u8>,
+    pub(in crate::cases) link: usize,
+    pub(in crate::cases) bytes: Vec<u8>,
 }
 
 /// A running capture on all links of a namespace; ends with the value.
 #[derive(Debug)]
-pub(super) struct Capture {
+pub(in crate::cases) struct Capture {
     stop: Arc<AtomicBool>,
     frames: Arc<Mutex<Vec<Frame>>>,
     thread: Option<std::thread::JoinHandle<()>>,
@@ -46,7 +46,7 @@ impl Capture {
     ///
     /// # Errors
     /// When there are no packet sockets (root).
-    pub(super) fn start(namespace: &Namespace) -> Result<Self> {
+    pub(in crate::cases) fn start(namespace: &Namespace) -> Result<Self> {
         let socket = namespace.enter(|| {
             let socket = socket(
                 AddressFamily::Packet,
@@ -73,7 +73,7 @@ impl Capture {
 
     /// What was seen so far.
     #[must_use]
-    pub(super) fn frames(&self) -> Vec<Frame> {
+    pub(in crate::cases) fn frames(&self) -> Vec<Frame> {
         std::thread::sleep(GRACE);
         lock(&self.frames).clone()
     }

@@ -7,25 +7,25 @@ use std::time::Duration;
 use anyhow::{Context, Result, ensure};
 use serde_json::{Value, json};
 
-use super::cluster::{Cluster, listen};
 use super::handle::Handle;
 use super::node::Node;
 use super::slices::PodView;
-use super::world::PodSpec;
+use super::spec::PodSpec;
+use super::{Cluster, listen};
 use crate::topology::Namespace;
 
 const CNI_WITHIN: Duration = Duration::from_secs(20);
 
 #[derive(Debug)]
-pub(super) struct Pod {
-    pub(super) spec: PodSpec,
-    pub(super) ips: Vec<IpAddr>,
+pub(in crate::cases) struct Pod {
+    pub(in crate::cases) spec: PodSpec,
+    pub(in crate::cases) ips: Vec<IpAddr>,
     /// None for pods on the node's network.
-    pub(super) namespace: Option<Namespace>,
-    pub(super) actor: Handle,
+    pub(in crate::cases) namespace: Option<Namespace>,
+    pub(in crate::cases) actor: Handle,
     container_id: String,
     /// Its node left: the object is gone, the process may be running still.
-    pub(super) lost: bool,
+    pub(in crate::cases) lost: bool,
 }
 
 impl Cluster {
@@ -33,7 +33,7 @@ impl Cluster {
     ///
     /// # Errors
     /// What the plugin said.
-    pub(super) fn create_pod(&mut self, spec: &PodSpec) -> Result<()> {
+    pub(in crate::cases) fn create_pod(&mut self, spec: &PodSpec) -> Result<()> {
         self.next_container += 1;
         let container_id = format!("{:0>12}{:x}", self.next_container, std::process::id());
         let node = self
@@ -68,7 +68,7 @@ impl Cluster {
     ///
     /// # Errors
     /// What the plugin said.
-    pub(super) fn remove_pod(&mut self, key: &str) -> Result<()> {
+    pub(in crate::cases) fn remove_pod(&mut self, key: &str) -> Result<()> {
         let pod = self
             .pods
             .remove(key)
@@ -154,7 +154,7 @@ impl Cluster {
 
     /// Pods as the slices see them.
     #[must_use]
-    pub(super) fn pod_views(&self) -> Vec<PodView> {
+    pub(in crate::cases) fn pod_views(&self) -> Vec<PodView> {
         let view = |pod: &Pod| {
             let node = self.nodes.get(&pod.spec.node);
             let zone = node.and_then(|n| n.spec.zone.as_deref());

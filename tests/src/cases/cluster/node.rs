@@ -8,9 +8,9 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, bail, ensure};
 use serde_json::{Map, Value, json};
 
-use super::cluster::{Cluster, add_address, prefixed, sysctl, usable_at_once};
 use super::handle::Handle;
-use super::world::{self, CaseFile, NodeSpec, Segment};
+use super::spec::{self, CaseFile, NodeSpec, Segment};
+use super::{Cluster, add_address, prefixed, sysctl, usable_at_once};
 use crate::topology::{Namespace, next_number};
 
 /// How long the control side may take to notice that an agent has ended.
@@ -20,23 +20,23 @@ const LOOK_EVERY: Duration = Duration::from_millis(200);
 const LOG_LINES: usize = 12;
 
 #[derive(Debug)]
-pub(super) struct Node {
-    pub(super) spec: NodeSpec,
+pub(in crate::cases) struct Node {
+    pub(in crate::cases) spec: NodeSpec,
     /// Position in the case, from 1: default addresses follow it.
     number: usize,
-    pub(super) ips: Vec<IpAddr>,
+    pub(in crate::cases) ips: Vec<IpAddr>,
     pod_cidrs: Vec<String>,
-    pub(super) namespace: Namespace,
+    pub(in crate::cases) namespace: Namespace,
     plugs: Vec<Plug>,
-    pub(super) actor: Handle,
-    pub(super) folder: PathBuf,
+    pub(in crate::cases) actor: Handle,
+    pub(in crate::cases) folder: PathBuf,
     agent: Option<Child>,
-    pub(super) joined: bool,
+    pub(in crate::cases) joined: bool,
 }
 
 /// A link of a namespace and the switch port at its other end.
 #[derive(Clone, Debug)]
-pub(super) struct Plug {
+pub(in crate::cases) struct Plug {
     link: String,
     port: String,
     segment: String,
@@ -57,7 +57,7 @@ const AGENT_OPTIONS: &[(&str, &str)] = &[
 ///
 /// # Errors
 /// An option that the format does not have.
-pub(super) fn dataplane_section(options: &Map<String, Value>) -> Result<String> {
+pub(in crate::cases) fn dataplane_section(options: &Map<String, Value>) -> Result<String> {
     let mut section = String::new();
     for (option, value) in options {
         let key = AGENT_OPTIONS.iter().find(|(name, _)| name == option);
@@ -72,7 +72,7 @@ pub(super) fn dataplane_section(options: &Map<String, Value>) -> Result<String> 
 }
 
 impl Cluster {
-    pub(super) fn build_node(
+    pub(in crate::cases) fn build_node(
         &mut self,
         spec: &NodeSpec,
         number: usize,
@@ -86,7 +86,7 @@ impl Cluster {
             ("net/ipv4/conf/all/promote_secondaries", "1"),
         ];
         sysctl(&namespace, &settings)?;
-        let ips = world::node_ips(spec, number, &self.segments);
+        let ips = spec::node_ips(spec, number, &self.segments);
         let all: Vec<IpAddr> = ips.iter().chain(&spec.also).copied().collect();
         let plugs = self.plug(&namespace, &spec.segment, &all)?;
         let folder = self.folder.path().join(&spec.name);
@@ -109,7 +109,7 @@ impl Cluster {
             spec: spec.clone(),
             number,
             ips,
-            pod_cidrs: world::pod_cidrs(spec, number),
+            pod_cidrs: spec::pod_cidrs(spec, number),
             namespace,
             plugs,
             actor,
@@ -149,7 +149,7 @@ impl Cluster {
     }
 
     /// Plugs a namespace into its segment, and into others that its addresses belong to.
-    pub(super) fn plug(
+    pub(in crate::cases) fn plug(
         &self,
         namespace: &Namespace,
         home: &str,
@@ -235,7 +235,7 @@ impl Cluster {
         Ok(())
     }
 
-    pub(super) fn segment(&self, name: &str) -> Result<&Segment> {
+    pub(in crate::cases) fn segment(&self, name: &str) -> Result<&Segment> {
         let found = self.segments.iter().find(|s| s.name == name);
         found.with_context(|| format!("no segment {name}"))
     }
@@ -244,7 +244,7 @@ impl Cluster {
     ///
     /// # Errors
     /// When an agent does not come up.
-    pub(super) fn join(&mut self, names: &[String]) -> Result<()> {
+    pub(in crate::cases) fn join(&mut self, names: &[String]) -> Result<()> {
         for name in names {
             let node = self.node(name)?;
             for plug in &node.plugs {
@@ -264,7 +264,7 @@ impl Cluster {
     ///
     /// # Errors
     /// When the host cannot be unplugged.
-    pub(super) fn leave(&mut self, name: &str) -> Result<()> {
+    pub(in crate::cases) fn leave(&mut self, name: &str) -> Result<()> {
         self.stop_agent(name, false)?;
         self.control.objects.remove("nodes", "", name);
         let node = self.node_mut(name)?;
@@ -292,7 +292,7 @@ impl Cluster {
     ///
     /// # Errors
     /// When there is no such node or its host refuses.
-    pub(super) fn set_node(&mut self, name: &str, body: &Value) -> Result<()> {
+    pub(in crate::cases) fn set_node(&mut self, name: &str, body: &Value) -> Result<()> {
         let list = |key: &str| -> Result<Option<Vec<IpAddr>>> {
             match &body[key] {
                 Value::Null => Ok(None),
@@ -311,7 +311,7 @@ impl Cluster {
         if let Some(segment) = segment.filter(|s| *s != spec.segment) {
             spec.segment = segment.to_owned();
             spec.ips = None;
-            ips = world::node_ips(&spec, self.node(name)?.number, &self.segments);
+            ips = spec::node_ips(&spec, self.node(name)?.number, &self.segments);
         }
         if let Some(new) = list("ips")? {
             ips = new;
@@ -393,7 +393,7 @@ impl Cluster {
     ///
     /// # Errors
     /// When it does not come up, with the end of its log.
-    pub(super) fn start_agent(&mut self, name: &str) -> Result<()> {
+    pub(in crate::cases) fn start_agent(&mut self, name: &str) -> Result<()> {
         self.spawn_agent(name)?;
         self.agents_up(&[name.to_owned()])
     }
@@ -431,7 +431,7 @@ impl Cluster {
     ///
     /// # Errors
     /// Those that have not within `limit`, or have ended, and what is known of them.
-    pub(super) fn confirmed(&mut self, names: &[String], limit: Duration) -> Result<()> {
+    pub(in crate::cases) fn confirmed(&mut self, names: &[String], limit: Duration) -> Result<()> {
         let deadline = Instant::now() + limit;
         loop {
             let left = deadline.saturating_duration_since(Instant::now());
@@ -450,7 +450,7 @@ impl Cluster {
     ///
     /// # Errors
     /// When there is no such node.
-    pub(super) fn stop_agent(&mut self, name: &str, kill: bool) -> Result<()> {
+    pub(in crate::cases) fn stop_agent(&mut self, name: &str, kill: bool) -> Result<()> {
         let Some(mut child) = self.node_mut(name)?.agent.take() else {
             return Ok(());
         };
@@ -471,7 +471,7 @@ impl Cluster {
     ///
     /// # Errors
     /// The first that ended although nobody asked it to, with the end of its log.
-    pub(super) fn alive(&mut self) -> Result<()> {
+    pub(in crate::cases) fn alive(&mut self) -> Result<()> {
         for (name, node) in &mut self.nodes {
             if let Some(agent) = &mut node.agent
                 && let Some(status) = agent.try_wait()?
@@ -496,7 +496,7 @@ impl Cluster {
 
     /// What is known of agents that have not confirmed.
     #[must_use]
-    pub(super) fn behind(&self, names: &[String]) -> String {
+    pub(in crate::cases) fn behind(&self, names: &[String]) -> String {
         let one = |name: &String| {
             let node = self.nodes.get(name);
             let log = node.map(|n| tail(&n.folder.join("agent.log")));
@@ -508,7 +508,7 @@ impl Cluster {
 
     /// Nodes whose agents run and reach the control side.
     #[must_use]
-    pub(super) fn followers(&self) -> Vec<String> {
+    pub(in crate::cases) fn followers(&self) -> Vec<String> {
         if self.outage {
             return Vec::new();
         }
@@ -523,7 +523,7 @@ impl Cluster {
 
 /// The last lines of a log.
 #[must_use]
-pub(super) fn tail(log: &Path) -> String {
+pub(in crate::cases) fn tail(log: &Path) -> String {
     let text = std::fs::read(log).unwrap_or_default();
     let text = String::from_utf8_lossy(&text);
     let tail: Vec<&str> = text.lines().rev().take(LOG_LINES).collect();

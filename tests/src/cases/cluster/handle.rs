@@ -23,7 +23,7 @@ type Waiting = Arc<Mutex<HashMap<u64, Sender<Reply>>>>;
 
 /// A running actor; ends with the value.
 #[derive(Debug)]
-pub(super) struct Handle {
+pub(in crate::cases) struct Handle {
     child: Child,
     stdin: Mutex<Option<ChildStdin>>,
     waiting: Waiting,
@@ -36,7 +36,7 @@ impl Handle {
     ///
     /// # Errors
     /// When it cannot be started.
-    pub(super) fn start(namespace: &Namespace, log: &Path) -> Result<Self> {
+    pub(in crate::cases) fn start(namespace: &Namespace, log: &Path) -> Result<Self> {
         let program = std::env::current_exe()?;
         let errors =
             std::fs::File::create(log).with_context(|| format!("create {}", log.display()))?;
@@ -77,7 +77,7 @@ impl Handle {
 
     /// Its process id.
     #[must_use]
-    pub(super) fn process(&self) -> u32 {
+    pub(in crate::cases) fn process(&self) -> u32 {
         self.child.id()
     }
 
@@ -85,7 +85,7 @@ impl Handle {
     ///
     /// # Errors
     /// When the actor is gone, too late, or says that it failed.
-    pub(super) fn call(&self, command: Command, limit: Duration) -> Result<Reply> {
+    pub(in crate::cases) fn call(&self, command: Command, limit: Duration) -> Result<Reply> {
         let id = self.next.fetch_add(1, Ordering::Relaxed);
         let (sender, receiver) = channel();
         lock(&self.waiting).insert(id, sender);
@@ -109,7 +109,7 @@ impl Handle {
     ///
     /// # Errors
     /// When the process cannot be asked after.
-    pub(super) fn ended(&mut self) -> Result<Option<String>> {
+    pub(in crate::cases) fn ended(&mut self) -> Result<Option<String>> {
         let status = self.child.try_wait()?;
         Ok(status.map(|s| format!("{s}\n{}", tail(&self.log))))
     }
@@ -118,7 +118,11 @@ impl Handle {
     ///
     /// # Errors
     /// As [`Handle::call`].
-    pub(super) fn attempts(&self, command: Command, limit: Duration) -> Result<Vec<Attempt>> {
+    pub(in crate::cases) fn attempts(
+        &self,
+        command: Command,
+        limit: Duration,
+    ) -> Result<Vec<Attempt>> {
         match self.call(command, limit)? {
             Reply::Attempts(attempts) => Ok(attempts),
             other => bail!("unexpected reply {other:?}"),

@@ -37,7 +37,7 @@ struct Inner {
 
 /// Objects in memory; every change has its revision.
 #[derive(Default)]
-pub(super) struct Objects {
+pub(in crate::cases) struct Objects {
     inner: Mutex<Inner>,
 }
 
@@ -51,7 +51,7 @@ impl std::fmt::Debug for Objects {
 
 /// The plural of a kind that cases use.
 #[must_use]
-pub(super) fn plural(kind: &str) -> String {
+pub(in crate::cases) fn plural(kind: &str) -> String {
     match kind {
         "EndpointSlice" => "endpointslices".into(),
         _ => format!("{}s", kind.to_lowercase()),
@@ -79,12 +79,12 @@ fn without_marks(object: &Value) -> Value {
 
 impl Objects {
     #[must_use]
-    pub(super) fn revision(&self) -> u64 {
+    pub(in crate::cases) fn revision(&self) -> u64 {
         lock(&self.inner).revision
     }
 
     /// Creates or replaces an object; what is the same already stays.
-    pub(super) fn put(&self, plural: &str, mut object: Value) -> Arc<Value> {
+    pub(in crate::cases) fn put(&self, plural: &str, mut object: Value) -> Arc<Value> {
         let mut inner = lock(&self.inner);
         let key = key_of(plural, &object);
         let before = inner.objects.get(&key).cloned();
@@ -119,7 +119,7 @@ impl Objects {
     }
 
     /// Removes an object; says whether it was there.
-    pub(super) fn remove(&self, plural: &str, namespace: &str, name: &str) -> bool {
+    pub(in crate::cases) fn remove(&self, plural: &str, namespace: &str, name: &str) -> bool {
         let mut inner = lock(&self.inner);
         let key = (plural.to_owned(), namespace.to_owned(), name.to_owned());
         let Some(object) = inner.objects.remove(&key) else {
@@ -131,7 +131,7 @@ impl Objects {
     }
 
     #[must_use]
-    pub(super) fn all(&self, plural: &str) -> Vec<Arc<Value>> {
+    pub(in crate::cases) fn all(&self, plural: &str) -> Vec<Arc<Value>> {
         let inner = lock(&self.inner);
         inner
             .objects
@@ -251,11 +251,11 @@ impl ObjectClient for Objects {
 
 /// The running control side.
 #[derive(Debug)]
-pub(super) struct Control {
-    pub(super) objects: Arc<Objects>,
+pub(in crate::cases) struct Control {
+    pub(in crate::cases) objects: Arc<Objects>,
     status: FeedStatus,
     authority: Authority,
-    pub(super) address: SocketAddr,
+    pub(in crate::cases) address: SocketAddr,
     shutdown: CancellationToken,
     thread: Option<std::thread::JoinHandle<()>>,
     folder: PathBuf,
@@ -266,7 +266,7 @@ impl Control {
     ///
     /// # Errors
     /// When certificates cannot be made or the address cannot be had.
-    pub(super) fn start(
+    pub(in crate::cases) fn start(
         namespace: &Arc<Namespace>,
         address: SocketAddr,
         folder: &Path,
@@ -322,7 +322,7 @@ impl Control {
     ///
     /// # Errors
     /// When they cannot be issued or written.
-    pub(super) fn feed_section(
+    pub(in crate::cases) fn feed_section(
         &self,
         node: &str,
         ips: &[std::net::IpAddr],
@@ -341,7 +341,7 @@ impl Control {
 
     /// Waits until these nodes have everything up to now in their kernels, at most `limit`; says who has not.
     #[must_use]
-    pub(super) fn settle(&self, nodes: &[String], limit: Duration) -> Vec<String> {
+    pub(in crate::cases) fn settle(&self, nodes: &[String], limit: Duration) -> Vec<String> {
         let revision = self.objects.revision();
         let deadline = Instant::now() + limit;
         loop {
@@ -361,7 +361,7 @@ impl Control {
     }
 
     /// Waits until the end of a node's agent was noticed, at most `limit`: what the next agent confirms is its own then.
-    pub(super) fn part(&self, node: &str, limit: Duration) {
+    pub(in crate::cases) fn part(&self, node: &str, limit: Duration) {
         let deadline = Instant::now() + limit;
         let follows = || {
             let nodes = self.status.nodes();
@@ -374,7 +374,7 @@ impl Control {
 
     /// How far one node is, and what it said about its last apply.
     #[must_use]
-    pub(super) fn standing(&self, node: &str) -> String {
+    pub(in crate::cases) fn standing(&self, node: &str) -> String {
         let wanted = self.objects.revision();
         let Some(status) = self.status.nodes().remove(node) else {
             return format!("{node} has never followed the feed (revision {wanted})");
