@@ -117,6 +117,7 @@ fn add(environment: &Environment, config: &Config) -> Result<Value, Error> {
     let netns = open_netns(&environment.netns)?;
     let mut request = request(Command::Add, environment, config)?;
     request["portMappings"] = Value::from(config.port_mappings.clone());
+    request["wanted"] = Value::from(config.ips.clone());
     let reply = ask(config, &request, Some(&netns))?;
     render::added(config, &reply)
 }

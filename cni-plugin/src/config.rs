@@ -45,6 +45,8 @@ struct Raw {
 struct RuntimeConfig {
     #[serde(rename = "portMappings", default)]
     port_mappings: Option<Vec<Value>>,
+    #[serde(default)]
+    ips: Option<Vec<String>>,
 }
 
 /// One container interface that still exists, in the input of GC.
@@ -68,6 +70,8 @@ pub(crate) struct Config {
     pub(crate) valid_attachments: Option<Vec<Attachment>>,
     /// Ports of the node that lead to the pod, as the runtime wrote them: the agent reads them.
     pub(crate) port_mappings: Vec<Value>,
+    /// Addresses that the runtime wants for the pod, with or without a prefix length; none leaves the choice to the agent.
+    pub(crate) ips: Vec<String>,
 }
 
 /// An error with the version to answer in: the one asked for where it could be read.
@@ -115,6 +119,7 @@ impl Config {
             );
             return Err(fail(Error::new(Code::IncompatibleVersion, message)));
         };
+        let runtime = raw.runtime_config.unwrap_or_default();
         Ok(Self {
             version,
             name: raw.name,
@@ -123,10 +128,8 @@ impl Config {
             prev_result: raw.prev_result.filter(|v| !v.is_null()),
             dns: raw.dns.filter(|v| !v.is_null()),
             valid_attachments: raw.valid_attachments.or(raw.attachments),
-            port_mappings: raw
-                .runtime_config
-                .and_then(|c| c.port_mappings)
-                .unwrap_or_default(),
+            port_mappings: runtime.port_mappings.unwrap_or_default(),
+            ips: runtime.ips.unwrap_or_default(),
         })
     }
 }

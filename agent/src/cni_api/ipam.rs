@@ -24,6 +24,15 @@ pub(super) struct Exhausted {
     pub(super) usable: u128,
 }
 
+/// An address that was asked for cannot be had.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub(super) enum Unavailable {
+    #[error("{0} is in no pod range of this node; ask for another address, or for none")]
+    Foreign(IpAddr),
+    #[error("{0} belongs to {1}; it is free again once that is gone")]
+    Taken(IpAddr, Key),
+}
+
 /// The addresses of one node.
 #[derive(Debug, Default)]
 pub(super) struct Ipam {
@@ -66,12 +75,37 @@ impl Ipam {
             .map(|cidr| self.choose(*cidr, now))
             .collect::<Result<_, _>>()?;
         for address in &chosen {
-            self.taken.insert(*address, key.clone());
-            self.freed.remove(address);
             self.last.insert(address.is_ipv4(), *address);
         }
+        let sequence = self.take(&chosen, key);
+        Ok((chosen, sequence))
+    }
+
+    /// Gives out the very addresses that somebody asked for, resting ones too; all of them or none.
+    pub(super) fn allocate_wanted(
+        &mut self,
+        wanted: &[IpAddr],
+        cidrs: &[IpNetwork],
+        key: &Key,
+    ) -> Result<u64, Unavailable> {
+        for address in wanted {
+            if !cidrs.iter().any(|cidr| cidr.contains(*address)) {
+                return Err(Unavailable::Foreign(*address));
+            }
+            if let Some(owner) = self.taken.get(address) {
+                return Err(Unavailable::Taken(*address, owner.clone()));
+            }
+        }
+        Ok(self.take(wanted, key))
+    }
+
+    fn take(&mut self, chosen: &[IpAddr], key: &Key) -> u64 {
+        for address in chosen {
+            self.taken.insert(*address, key.clone());
+            self.freed.remove(address);
+        }
         self.sequence += 1;
-        Ok((chosen, self.sequence))
+        self.sequence
     }
 
     /// Gives the addresses back, unless another attachment has them.
@@ -235,6 +269,27 @@ mod tests {
                 .0;
             assert_eq!(given[0].to_string(), first);
         }
+    }
+
+    #[test]
+    fn wanted_addresses_are_given_when_they_are_free_and_of_this_node() {
+        let mut ipam = Ipam::default();
+        let cidrs = nets(&["10.1.0.0/24", "10.3.0.0/24", "fd00:1::/64"]);
+        let ips =
+            |texts: &[&str]| -> Vec<IpAddr> { texts.iter().map(|t| t.parse().unwrap()).collect() };
+        let first = ips(&["10.3.0.7", "fd00:1::7"]);
+        assert!(ipam.allocate_wanted(&first, &cidrs, &key(1)).is_ok());
+        let taken = ipam.allocate_wanted(&ips(&["10.1.0.9", "10.3.0.7"]), &cidrs, &key(2));
+        assert_eq!(taken, Err(Unavailable::Taken(first[0], key(1))));
+        let foreign = ips(&["10.2.0.7"]);
+        assert_eq!(
+            ipam.allocate_wanted(&foreign, &cidrs, &key(2)),
+            Err(Unavailable::Foreign(foreign[0]))
+        );
+        // Nothing of a refused request is kept, and what was freed need not rest for somebody who asks for it.
+        ipam.release(&key(1), &first, Duration::ZERO);
+        let again = ips(&["10.1.0.9", "10.3.0.7"]);
+        assert!(ipam.allocate_wanted(&again, &cidrs, &key(2)).is_ok());
     }
 
     #[test]

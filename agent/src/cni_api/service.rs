@@ -222,13 +222,25 @@ impl Attachments {
         netns: &File,
     ) -> Result<Record, CniError> {
         let port_mappings = host_ports::check(&request.port_mappings)?;
-        let allocate = || self.lock().ipam.allocate(cidrs, key, self.now());
+        let wanted = request.wanted_addresses()?;
+        let ranges = (self.pod_cidrs)().unwrap_or_default();
+        let allocate = || {
+            let ipam = &mut self.lock().ipam;
+            if wanted.is_empty() {
+                let found = ipam.allocate(cidrs, key, self.now());
+                return found.map_err(|e| e.to_string());
+            }
+            let sequence = ipam.allocate_wanted(&wanted, &ranges, key);
+            sequence
+                .map(|sequence| (wanted.clone(), sequence))
+                .map_err(|e| e.to_string())
+        };
         let (addresses, sequence) = match allocate() {
             Ok(found) => found,
             Err(_) => {
                 // Namespaces that went without a DEL may still hold addresses.
                 self.reclaim()?;
-                allocate().map_err(|e| CniError::new(Code::TryAgain, e.to_string()))?
+                allocate().map_err(|e| CniError::new(Code::TryAgain, e))?
             }
         };
         let record = Record {

@@ -3,6 +3,7 @@
 
 use std::fs::File;
 use std::io::{self, IoSliceMut, Read, Write};
+use std::net::IpAddr;
 use std::os::fd::{AsRawFd, RawFd};
 use std::os::unix::net::UnixStream;
 
@@ -54,6 +55,9 @@ pub(super) struct Request {
     /// ADD: ports of the node that lead to the pod.
     #[serde(default)]
     pub(super) port_mappings: Vec<PortMapping>,
+    /// ADD: addresses that the runtime wants for the pod; with none the agent chooses.
+    #[serde(default)]
+    pub(super) wanted: Vec<String>,
     /// GC: what must stay.
     #[serde(default)]
     pub(super) valid_attachments: Vec<Key>,
@@ -81,6 +85,18 @@ impl Request {
         }
         let message = format!("CNI_CONTAINERID {id:?} or CNI_IFNAME {name:?} is not valid");
         Err(CniError::new(Code::InvalidEnvironment, message))
+    }
+
+    /// ADD: what the runtime wants for the pod; a prefix length says nothing here, the link has whole addresses.
+    pub(super) fn wanted_addresses(&self) -> Result<Vec<IpAddr>, CniError> {
+        let address = |text: &String| {
+            let bare = text.split_once('/').map_or(text.as_str(), |(ip, _)| ip);
+            bare.parse().map_err(|e| {
+                let message = format!("runtimeConfig.ips has {text:?}, which is no address");
+                CniError::new(Code::InvalidConfig, message).with_details(e)
+            })
+        };
+        self.wanted.iter().map(address).collect()
     }
 
     /// A value of CNI_ARGS.

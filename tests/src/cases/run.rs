@@ -28,7 +28,7 @@ impl Plan<'_> {
     /// When the results cannot be written.
     pub(super) fn run<C: Sync>(
         self,
-        cases: &Vec<(String, Result<C>)>,
+        cases: &[(String, Result<C>)],
         run: impl Fn(&C) -> Outcome + Sync,
         print: impl FnMut(&str) + Send,
     ) -> Result<Summary> {

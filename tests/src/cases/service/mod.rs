@@ -73,7 +73,7 @@ pub fn run_folder(
         crate::topology::sweep()?;
     }
     let files = super::case_files(&options.folder, options.only.as_deref())?;
-    let cases = files
+    let cases: Vec<_> = files
         .iter()
         .map(|path| (super::stem(path), read_case(path)))
         .collect();
