@@ -11,6 +11,7 @@ mod maps;
 mod overlay;
 mod packet;
 mod park;
+mod policy_maps;
 mod refuse;
 mod rewrite;
 mod socket;

@@ -109,7 +109,7 @@ struct Source<A> {
 /// removed stays whole until its readers are done. Backends lie in an array: ids are dense, and are used again last.
 macro_rules! family_maps {
     ($family:ty, $module:ident, $($name:ident = $text:literal),+) => {
-        mod $module {
+        pub(crate) mod $module {
             use super::*;
             family_maps!(@maps $family, $($name = $text),+);
         }
@@ -151,20 +151,14 @@ macro_rules! family_maps {
             }
 
             #[inline(always)]
-            fn endpoint(&mut self, address: &$family) -> Option<&Endpoint> {
-                // SAFETY: entries are freed after their readers (see above), and never written in place.
-                unsafe { $module::ENDPOINT.get(address) }
-            }
-
-            #[inline(always)]
             fn frontend(&mut self, key: &FrontendKey<$family>) -> Option<&Frontend> {
-                // SAFETY: as for `endpoint`.
+                // SAFETY: entries are freed after their readers (see above), and never written in place.
                 unsafe { $module::FRONTEND.get(key) }
             }
 
             #[inline(always)]
             fn slot(&mut self, key: &SlotKey) -> Option<&u32> {
-                // SAFETY: as for `endpoint`.
+                // SAFETY: as for `frontend`.
                 let block = unsafe { $module::SLOT.get(&key.block()) }?;
                 block.backends.get(key.within())
             }
@@ -191,7 +185,7 @@ macro_rules! family_maps {
                     service_id,
                     block: place / MAGLEV_BLOCK,
                 };
-                // SAFETY: as for `endpoint`.
+                // SAFETY: as for `frontend`.
                 match unsafe { $module::MAGLEV.get(&key) } {
                     Some(block) => block.backends[(place % MAGLEV_BLOCK) as usize],
                     None => 0,
@@ -216,7 +210,7 @@ macro_rules! family_maps {
 
             #[inline(always)]
             fn affinity(&mut self, key: &AffinityKey<$family>) -> Option<&Affinity> {
-                // SAFETY: as for `endpoint`.
+                // SAFETY: as for `frontend`.
                 unsafe { $module::AFFINITY.get(key) }
             }
 
@@ -267,7 +261,7 @@ macro_rules! family_maps {
 
             #[inline(always)]
             fn reply(&mut self, key: &FlowKey<$family>) -> Option<&FlowKey<$family>> {
-                // SAFETY: as for `endpoint`.
+                // SAFETY: as for `frontend`.
                 unsafe { $module::REPLY.get(key) }
             }
 
@@ -322,7 +316,7 @@ macro_rules! family_maps {
         #[map(name = $node_text)]
         pub(super) static $node: Array<Node<$family>> = Array::pinned(1, 0);
         #[map(name = $endpoint_text)]
-        pub(super) static $endpoint: HashMap<$family, Endpoint> =
+        pub(crate) static $endpoint: HashMap<$family, Endpoint> =
             HashMap::pinned(ENDPOINTS, BPF_F_NO_PREALLOC);
         #[map(name = $frontend_text)]
         pub(super) static $frontend: HashMap<FrontendKey<$family>, Frontend> =

@@ -6,6 +6,7 @@ use aya_ebpf::maps::{HashMap, PerCpuArray};
 use dataplane_common::layout::{
     Affinity, AffinityKey, Backend, Endpoint, Frontend, FrontendKey, SlotKey,
 };
+use dataplane_common::policy::PolicyTables;
 use dataplane_common::reason::SocketEvent;
 use dataplane_common::socket::{
     Connection, Cookie, DestinationKey, Namespace, Place, SocketFlow, SocketTables, SourceKey,
@@ -76,7 +77,7 @@ macro_rules! socket_maps {
 
             #[inline(always)]
             fn endpoint(&mut self, address: &$family) -> Option<&Endpoint> {
-                Tables::<$family>::endpoint(self, address)
+                PolicyTables::<$family>::endpoint(self, address)
             }
 
             #[inline(always)]

@@ -13,6 +13,7 @@ mod memory;
 mod packet_socket;
 mod park;
 mod places;
+mod policy;
 mod programs;
 mod services;
 #[allow(unsafe_code, reason = "map access by system call")]

@@ -20,6 +20,7 @@ use dataplane_common::layout::{
 use dataplane_common::{V4, V6, tail};
 use ipnetwork::IpNetwork;
 
+use super::policy::PodPolicies;
 use super::services::{Wire, open};
 use super::table::{Plain, Table};
 use super::{KernelError, Limits, ProgramSize};
@@ -163,6 +164,7 @@ pub(super) struct Programs {
     endpoints_v6: Table<V6, Endpoint>,
     node_v4: Table<u32, Node<V4>>,
     node_v6: Table<u32, Node<V6>>,
+    pod_policies: PodPolicies,
     sockets: SocketMaps,
     /// Uplinks whose driver has its program; the value says nothing.
     drivers: Table<u32, u32>,
@@ -218,6 +220,7 @@ impl Programs {
             endpoints_v6: open(maps, "endpoints_v6")?,
             node_v4: open(maps, "node_v4")?,
             node_v6: open(maps, "node_v6")?,
+            pod_policies: PodPolicies::open(maps)?,
             sockets: SocketMaps::open(maps)?,
             drivers: open(maps, "driver_links")?,
             ranges_v4: open(maps, "ranges_v4")?,
@@ -383,6 +386,7 @@ fn sizes(limits: Limits) -> Vec<(&'static str, u32)> {
     let family = |v4, v6, entries| [(v4, entries), (v6, entries)];
     let mut sizes = vec![
         ("links", limits.endpoints),
+        ("pod_policies", limits.endpoints),
         // One more for the node itself.
         ("socket_netns", limits.endpoints.saturating_add(1)),
     ];

@@ -10,8 +10,8 @@ use std::path::Path;
 
 use dataplane_common::layout::{
     Affinity, AffinityKey, Backend, Datagram, Endpoint, Flow, FlowKey, FragmentKey, Frontend,
-    FrontendKey, Link, MaglevBlock, MaglevKey, Node, Park, Range, RangeKey, SlotBlock, SlotKey,
-    SourceRangeKey,
+    FrontendKey, Link, MaglevBlock, MaglevKey, Node, Park, PodPolicy, PolicyRule, PolicyRuleKey,
+    PolicyState, Range, RangeKey, SlotBlock, SlotKey, SourceRangeKey,
 };
 use dataplane_common::socket::{
     Connection, Cookie, DestinationKey, Namespace, Place, SocketFlow, SourceKey, UseKey,
@@ -106,6 +106,7 @@ plain!(
     SourceKey<V6>
 );
 plain!(FragmentKey<V4>, FragmentKey<V6>, Datagram, Park);
+plain!(PodPolicy, PolicyRuleKey, PolicyRule, PolicyState);
 
 #[repr(C)]
 #[derive(Default)]

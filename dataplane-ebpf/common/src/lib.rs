@@ -21,6 +21,7 @@ mod open;
 pub mod overlay;
 pub mod packet;
 pub mod path;
+pub mod policy;
 pub mod ports;
 pub mod reason;
 pub mod refuse;

@@ -7,6 +7,19 @@ pub const MESSAGES_PER_S: u32 = 1_000;
 /// Messages at once, after a quiet time.
 pub const MESSAGES_BURST: u32 = 100;
 
+/// Tokens in a second, and at once after a quiet time.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Rate {
+    pub per_s: u32,
+    pub burst: u32,
+}
+
+/// Of ICMP messages.
+pub const MESSAGES: Rate = Rate {
+    per_s: MESSAGES_PER_S,
+    burst: MESSAGES_BURST,
+};
+
 /// A bucket of tokens, counted in thousandths so that a millisecond adds a whole number. All zero is a full bucket.
 #[repr(C)]
 #[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
@@ -18,20 +31,26 @@ pub struct Bucket {
 }
 
 impl Bucket {
-    /// Takes a token. False when there is none: the message is not sent.
+    /// Takes a token for an ICMP message. False when there is none: it is not sent.
     #[inline(always)]
     pub fn take(&mut self, now_ms: u32) -> bool {
+        self.take_of(MESSAGES, now_ms)
+    }
+
+    /// Takes a token of a bucket that fills at `rate`. False when there is none.
+    #[inline(always)]
+    pub fn take_of(&mut self, rate: Rate, now_ms: u32) -> bool {
         const TOKEN: u32 = 1_000;
-        const FULL: u32 = MESSAGES_BURST * TOKEN;
+        let full = rate.burst * TOKEN;
         let passed_ms = now_ms.wrapping_sub(self.at_ms);
-        let back = if passed_ms < FULL / MESSAGES_PER_S {
-            passed_ms * MESSAGES_PER_S
+        let back = if passed_ms < full / rate.per_s {
+            passed_ms * rate.per_s
         } else {
-            FULL
+            full
         };
         let taken = self.taken.saturating_sub(back);
         self.at_ms = now_ms;
-        let granted = taken + TOKEN <= FULL;
+        let granted = taken + TOKEN <= full;
         self.taken = if granted { taken + TOKEN } else { taken };
         granted
     }

@@ -69,6 +69,12 @@ numbered! {
         NoTunnel = "no_tunnel",
         /// Only nodes may send to the port on which nodes take wrapped packets.
         OverlayPort = "overlay_port",
+        /// The policies of the pod that the packet left do not allow it.
+        PolicyEgress = "policy_egress",
+        /// The policies of the pod that the packet was to enter do not allow it.
+        PolicyIngress = "policy_ingress",
+        /// Which policies apply to the pod is not known yet, or they did not fit.
+        PolicyPending = "policy_pending",
     }
 }
 

@@ -2,9 +2,10 @@
 //! of a packet for an operator.
 
 use crate::layout::{
-    Affinity, AffinityKey, Backend, Datagram, Endpoint, Flow, FlowKey, FragmentKey, Frontend,
-    FrontendKey, Node, Park, Range, SlotKey,
+    Affinity, AffinityKey, Backend, Datagram, Flow, FlowKey, FragmentKey, Frontend, FrontendKey,
+    Node, Park, Range, SlotKey,
 };
+use crate::policy::PolicyTables;
 use crate::reason::Event;
 
 /// Result of an insertion that must not replace.
@@ -19,14 +20,13 @@ pub enum Inserted {
 }
 
 /// The tables of one address family.
-pub trait Tables<A> {
+pub trait Tables<A>: PolicyTables<A> {
     /// Seconds of the monotonic clock.
     fn now_s(&mut self) -> u32;
     fn random(&mut self) -> u32;
     fn count(&mut self, event: Event);
 
     fn node(&mut self) -> Option<&Node<A>>;
-    fn endpoint(&mut self, address: &A) -> Option<&Endpoint>;
     fn frontend(&mut self, key: &FrontendKey<A>) -> Option<&Frontend>;
     fn slot(&mut self, key: &SlotKey) -> Option<&u32>;
     fn backend(&mut self, id: u32) -> Option<&Backend<A>>;

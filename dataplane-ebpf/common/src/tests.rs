@@ -9,6 +9,7 @@ mod icmp;
 mod limit;
 mod overlay;
 mod paths;
+mod policy;
 mod refuse;
 mod sctp;
 mod sockets;

@@ -72,6 +72,10 @@ impl Programs {
             pod_mac: link.pod_mac,
             host_mac: link.host_mac,
         };
+        self.pod_policies
+            .open_unknown(link.ifindex)
+            .map_err(Cause::from)
+            .map_err(failed("enter the policy", name))?;
         self.sockets
             .enter_pod(link)
             .map_err(Cause::from)
@@ -109,6 +113,10 @@ impl Programs {
                 .map_err(Cause::from)
                 .map_err(failed("remove the pin", &name))?;
         }
+        self.pod_policies
+            .forget(ifindex)
+            .map_err(Cause::from)
+            .map_err(failed("remove the policy", &name))?;
         // Filters go with their link; one that outlives it drops everything, for want of the entry.
         self.links
             .remove(&ifindex)

@@ -12,6 +12,7 @@ use crate::layout::{
     ENDPOINT_READY, Endpoint, FRONTEND_RANGES, Frontend, FrontendKey, SCOPE_ALL, SlotKey,
 };
 use crate::packet::{Packet, Translation, WITH_PORTS, tcp};
+use crate::policy::PolicyTables;
 use crate::reason::SocketEvent;
 use crate::socket::{
     BOUND_TO_LINK, CONNECTED, ClientFamily, Connection, Cookie, DestinationKey,

@@ -5,16 +5,18 @@ use std::collections::{HashMap, HashSet};
 use crate::layout::{
     Affinity, AffinityKey, Backend, Datagram, ENDPOINT_NODE, ENDPOINT_READY, Endpoint, Flow,
     FlowKey, FragmentKey, Frontend, FrontendKey, LINK_HAS_V4, LINK_HAS_V6, LINK_POD, Link, Node,
-    Park, Range, SlotKey, backend_state,
+    Park, PodPolicy, PolicyRule, PolicyRuleKey, Range, SlotKey, backend_state,
 };
 use crate::packet::{Action, Decision, Packet};
 use crate::path::{self, Hook, LinkAddress, Scratch};
+use crate::policy::host::{HostTables, Masked};
+use crate::policy::{PolicyRules, PolicyTables};
 use crate::reason::Event;
 use crate::tables::{Inserted, Tables};
 use crate::{Port, V4, V6};
 
 /// A family whose addresses can be made from small numbers.
-pub(super) trait TestFamily: LinkAddress {
+pub(super) trait TestFamily: LinkAddress + Masked {
     fn pod(number: u8) -> Self;
     fn service(number: u8) -> Self;
     fn node() -> Self;
@@ -90,6 +92,8 @@ pub(super) struct Collections<A> {
     /// Reply tuples that sockets of the node take.
     pub(super) sockets: HashSet<FlowKey<A>>,
     pub(super) events: HashMap<Event, u64>,
+    /// Its endpoints are not used: see `endpoints`. Pods of this node are open.
+    pub(super) policies: HostTables<A>,
 }
 
 impl<A: TestFamily> Collections<A> {
@@ -106,7 +110,9 @@ impl<A: TestFamily> Collections<A> {
                 ..Endpoint::default()
             },
         );
+        let mut policies = HostTables::default();
         for number in 1..=LOCAL_PODS {
+            policies.pods.insert(number.into(), PodPolicy::default());
             let endpoint = Endpoint {
                 ifindex: number.into(),
                 flags: ENDPOINT_READY,
@@ -136,6 +142,7 @@ impl<A: TestFamily> Collections<A> {
             cursors: HashMap::new(),
             sockets: HashSet::new(),
             events: HashMap::new(),
+            policies,
         }
     }
 
@@ -231,6 +238,27 @@ impl<A: TestFamily> Collections<A> {
     }
 }
 
+impl<A: TestFamily> PolicyRules for Collections<A> {
+    fn policy_rule(&mut self, key: &PolicyRuleKey) -> Option<&PolicyRule> {
+        self.policies.policy_rule(key)
+    }
+}
+
+impl<A: TestFamily> PolicyTables<A> for Collections<A> {
+    fn endpoint(&mut self, address: &A) -> Option<&Endpoint> {
+        self.endpoints.get(address)
+    }
+    fn pod_policy(&mut self, ifindex: u32) -> Option<&PodPolicy> {
+        self.policies.pod_policy(ifindex)
+    }
+    fn identity(&mut self, address: &A) -> u32 {
+        self.policies.identity(address)
+    }
+    fn policy_generation(&mut self) -> u32 {
+        self.policies.policy_generation()
+    }
+}
+
 impl<A: TestFamily> Tables<A> for Collections<A> {
     fn now_s(&mut self) -> u32 {
         self.now_s
@@ -247,9 +275,6 @@ impl<A: TestFamily> Tables<A> for Collections<A> {
     }
     fn node(&mut self) -> Option<&Node<A>> {
         Some(&self.node)
-    }
-    fn endpoint(&mut self, address: &A) -> Option<&Endpoint> {
-        self.endpoints.get(address)
     }
     fn frontend(&mut self, key: &FrontendKey<A>) -> Option<&Frontend> {
         self.frontends.get(key)
