@@ -49,6 +49,12 @@ pub mod resources {
     pub const DEPLOYMENTS: Resource = in_group("apps", "deployments");
     pub const REPLICA_SETS: Resource = in_group("apps", "replicasets");
     pub const ENDPOINT_SLICES: Resource = in_group("discovery.k8s.io", "endpointslices");
+    pub const NETWORK_POLICIES: Resource = in_group("networking.k8s.io", "networkpolicies");
+    pub const CLUSTER_NETWORK_POLICIES: Resource = Resource {
+        group: "policy.networking.k8s.io",
+        version: "v1alpha2",
+        plural: "clusternetworkpolicies",
+    };
     pub const LEASES: Resource = in_group("coordination.k8s.io", "leases");
     pub const PERSISTENT_VOLUME_CLAIMS: Resource = core("persistentvolumeclaims");
     pub const REPLICATION_CONTROLLERS: Resource = core("replicationcontrollers");

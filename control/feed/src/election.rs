@@ -11,7 +11,7 @@ use control_api::desired::Name;
 use control_api::v1::Announcement;
 use serde_json::Value;
 
-use crate::index::Kind;
+use crate::Kind;
 use crate::translate::{flag, items, text};
 
 /// Condition of a Service whose addresses this cluster gives and announces; True while it has some.
@@ -71,7 +71,12 @@ impl Election {
                 };
                 self.all_dirty = true;
             }
-            Kind::Namespace | Kind::Pod | Kind::ConfigMap | Kind::Secret => {}
+            Kind::Namespace
+            | Kind::Pod
+            | Kind::ConfigMap
+            | Kind::Secret
+            | Kind::NetworkPolicy
+            | Kind::ClusterNetworkPolicy => {}
         }
     }
 

@@ -7,7 +7,7 @@ use control_api::v1::{Delta, FeedMessage, Heartbeat, ObjectKey, Snapshot, feed_m
 use prost::Message;
 use prost::encoding::{WireType, encode_key, encode_varint, encoded_len_varint, key_len};
 
-use crate::index::Op;
+use crate::effects::Op;
 
 /// Field numbers of `weir.node.v1`; `frames_equal_encoded_messages` compares them with the generated code.
 mod field {

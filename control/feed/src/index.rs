@@ -7,67 +7,13 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use bytes::Bytes;
 use control_api::desired::Name;
-use control_api::v1::{ClusterConfig, Object, ObjectKey, ObjectKind, object};
-use prost::Message;
+use control_api::v1::{ClusterConfig, ObjectKind, object};
 use serde_json::Value;
 
+use crate::effects::{encode, key_of};
 use crate::election::Election;
-use crate::{pod, translate, volume};
-
-/// The Kubernetes kinds that the index reads.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub enum Kind {
-    Namespace,
-    Node,
-    Service,
-    EndpointSlice,
-    Pod,
-    ConfigMap,
-    Secret,
-}
-
-impl Kind {
-    pub const ALL: [Self; 7] = [
-        Self::Namespace,
-        Self::Node,
-        Self::Service,
-        Self::EndpointSlice,
-        Self::ConfigMap,
-        Self::Secret,
-        // Last: what pods refer to is known by then.
-        Self::Pod,
-    ];
-}
-
-/// One change of a node's desired state.
-#[derive(Clone, Debug, PartialEq)]
-pub enum Op {
-    /// An encoded `Object`, shared by everybody who gets it.
-    Upsert(Bytes),
-    Remove(ObjectKey),
-}
-
-/// What one change means: for every node, and on top of it for single nodes that run pods.
-#[derive(Clone, Debug, Default, PartialEq)]
-pub struct Effects {
-    pub shared: Vec<Op>,
-    pub per_node: BTreeMap<String, Vec<Op>>,
-}
-
-impl Effects {
-    #[must_use]
-    pub fn is_empty(&self) -> bool {
-        self.shared.is_empty() && self.per_node.is_empty()
-    }
-
-    /// Adds later effects. Operations keep their order; the caller must not merge two changes of one object.
-    pub fn extend(&mut self, later: Self) {
-        self.shared.extend(later.shared);
-        for (node, ops) in later.per_node {
-            self.per_node.entry(node).or_default().extend(ops);
-        }
-    }
-}
+use crate::policy::Policies;
+use crate::{Effects, Kind, Op, pod, translate, volume};
 
 #[derive(Debug)]
 struct Pod {
@@ -96,6 +42,7 @@ pub struct Index {
     /// How many pods of each node refer to a ConfigMap or Secret.
     referrers: BTreeMap<SharedKey, BTreeMap<String, usize>>,
     election: Election,
+    policies: Policies,
 }
 
 impl Index {
@@ -112,6 +59,7 @@ impl Index {
             pods_of_node: BTreeMap::new(),
             referrers: BTreeMap::new(),
             election: Election::default(),
+            policies: Policies::default(),
         };
         index.config = index.encode_config();
         index
@@ -120,8 +68,14 @@ impl Index {
     /// Takes the present state of an object.
     pub fn upsert(&mut self, kind: Kind, object: &Value, revision: u64) -> Effects {
         let mut effects = self.put(kind, object, revision);
-        effects.extend(self.elect());
+        effects.extend(self.settle());
         effects
+    }
+
+    /// While nobody listens, changes are not worked out for single nodes: that makes the first sync of a large cluster
+    /// faster.
+    pub fn set_quiet(&mut self, quiet: bool) {
+        self.policies.set_quiet(quiet);
     }
 
     /// Nodes that nothing is heard of: others answer for their addresses.
@@ -141,6 +95,16 @@ impl Index {
         self.election.nodes()
     }
 
+    /// What follows from a change for objects other than its own.
+    fn settle(&mut self) -> Effects {
+        let mut effects = self.elect();
+        effects.extend(Effects {
+            per_node: self.policies.flush(),
+            ..Effects::default()
+        });
+        effects
+    }
+
     fn elect(&mut self) -> Effects {
         let mut effects = Effects::default();
         for (address, winner) in self.election.settle() {
@@ -151,11 +115,25 @@ impl Index {
     }
 
     fn put(&mut self, kind: Kind, object: &Value, revision: u64) -> Effects {
-        let name = object_name(kind, object);
+        let name = kind.name_of(object);
         self.election.put(kind, &name, Some(object));
         let translated = match kind {
-            Kind::Namespace => return self.namespace(&name.name, true),
-            Kind::Pod => return self.upsert_pod(name, object, revision),
+            Kind::Namespace => {
+                self.policies.namespace(object);
+                return self.namespace(&name.name, true);
+            }
+            Kind::Pod => {
+                self.policies.pod(object);
+                return self.upsert_pod(name, object, revision);
+            }
+            Kind::NetworkPolicy => {
+                self.policies.network_policy(object);
+                return Effects::default();
+            }
+            Kind::ClusterNetworkPolicy => {
+                self.policies.cluster_network_policy(object);
+                return Effects::default();
+            }
             Kind::ConfigMap => {
                 return self.set_keyed(
                     (ObjectKind::ConfigMap, name),
@@ -170,19 +148,22 @@ impl Index {
                     Some(object::Kind::Secret(translate::keyed_data(object, true))),
                 );
             }
-            Kind::Node => Some(object::Kind::Node(translate::node(object))),
+            Kind::Node => {
+                self.policies.node(object);
+                Some(object::Kind::Node(translate::node(object)))
+            }
             Kind::Service => Some(object::Kind::Service(translate::service(object))),
             Kind::EndpointSlice => {
                 translate::endpoint_slice(object).map(object::Kind::EndpointSlice)
             }
         };
-        self.set_shared((shared_kind(kind), name), translated)
+        self.set_shared((kind.feed_kind(), name), translated)
     }
 
     /// Takes the deletion of an object; only its name is read.
     pub fn remove(&mut self, kind: Kind, object: &Value) -> Effects {
-        let mut effects = self.remove_name(kind, object_name(kind, object));
-        effects.extend(self.elect());
+        let mut effects = self.remove_name(kind, kind.name_of(object));
+        effects.extend(self.settle());
         effects
     }
 
@@ -196,13 +177,13 @@ impl Index {
         let mut gone = self.names(kind);
         let mut effects = Effects::default();
         for object in objects {
-            gone.remove(&object_name(kind, object));
+            gone.remove(&kind.name_of(object));
             effects.extend(self.put(kind, object, revision));
         }
         for name in gone {
             effects.extend(self.remove_name(kind, name));
         }
-        effects.extend(self.elect());
+        effects.extend(self.settle());
         effects
     }
 
@@ -212,6 +193,7 @@ impl Index {
         let mut objects = Vec::with_capacity(self.shared.len() + 1);
         objects.push(self.config.clone());
         objects.extend(self.shared.values().cloned());
+        objects.extend(self.policies.snapshot(node));
         if runs_pods {
             let needed = self.keyed.iter().filter(|(key, _)| {
                 self.referrers
@@ -225,6 +207,11 @@ impl Index {
         objects
     }
 
+    #[cfg(test)]
+    pub(crate) fn policies_are_empty(&self) -> bool {
+        self.policies.is_empty()
+    }
+
     fn names(&self, kind: Kind) -> BTreeSet<Name> {
         let of = |map: &BTreeMap<SharedKey, Bytes>, wanted: ObjectKind| {
             map.keys()
@@ -234,21 +221,47 @@ impl Index {
         };
         match kind {
             Kind::Namespace => self.namespaces.iter().map(|n| Name::new("", n)).collect(),
-            Kind::Pod => self.pods.keys().cloned().collect(),
+            // Pods that no node has yet may be spoken of in policies.
+            Kind::Pod => {
+                let known = self.policies.peers().filter(|n| !n.namespace.is_empty());
+                self.pods.keys().chain(known).cloned().collect()
+            }
+            Kind::NetworkPolicy | Kind::ClusterNetworkPolicy => {
+                let namespaced = kind == Kind::NetworkPolicy;
+                let known = self.policies.policies();
+                known
+                    .filter(|name| name.namespace.is_empty() != namespaced)
+                    .cloned()
+                    .collect()
+            }
             Kind::ConfigMap => of(&self.keyed, ObjectKind::ConfigMap),
             Kind::Secret => of(&self.keyed, ObjectKind::Secret),
-            other => of(&self.shared, shared_kind(other)),
+            other => of(&self.shared, other.feed_kind()),
         }
     }
 
     fn remove_name(&mut self, kind: Kind, name: Name) -> Effects {
         self.election.put(kind, &name, None);
         match kind {
-            Kind::Namespace => self.namespace(&name.name, false),
-            Kind::Pod => self.remove_pod(&name),
+            Kind::Namespace => {
+                self.policies.remove_namespace(&name.name);
+                self.namespace(&name.name, false)
+            }
+            Kind::Pod => {
+                self.policies.remove_peer(&name);
+                self.remove_pod(&name)
+            }
+            Kind::NetworkPolicy | Kind::ClusterNetworkPolicy => {
+                self.policies.remove_policy(&name);
+                Effects::default()
+            }
+            Kind::Node => {
+                self.policies.remove_peer(&name);
+                self.set_shared((ObjectKind::Node, name), None)
+            }
             Kind::ConfigMap => self.set_keyed((ObjectKind::ConfigMap, name), None),
             Kind::Secret => self.set_keyed((ObjectKind::Secret, name), None),
-            other => self.set_shared((shared_kind(other), name), None),
+            other => self.set_shared((other.feed_kind(), name), None),
         }
     }
 
@@ -262,10 +275,7 @@ impl Index {
             return Effects::default();
         }
         self.config = self.encode_config();
-        Effects {
-            shared: vec![Op::Upsert(self.config.clone())],
-            per_node: BTreeMap::new(),
-        }
+        Effects::shared([Op::Upsert(self.config.clone())])
     }
 
     fn encode_config(&self) -> Bytes {
@@ -275,11 +285,7 @@ impl Index {
     }
 
     fn set_shared(&mut self, key: SharedKey, to: Option<object::Kind>) -> Effects {
-        let op = set(&mut self.shared, key, to);
-        Effects {
-            shared: op.into_iter().collect(),
-            per_node: BTreeMap::new(),
-        }
+        Effects::shared(set(&mut self.shared, key, to))
     }
 
     fn set_keyed(&mut self, key: SharedKey, to: Option<object::Kind>) -> Effects {
@@ -291,11 +297,7 @@ impl Index {
             .get(&key)
             .into_iter()
             .flat_map(BTreeMap::keys);
-        let per_node = nodes.map(|node| (node.clone(), vec![op.clone()])).collect();
-        Effects {
-            shared: Vec::new(),
-            per_node,
-        }
+        Effects::runners(nodes.map(|node| (node.clone(), vec![op.clone()])))
     }
 
     fn upsert_pod(&mut self, name: Name, object: &Value, revision: u64) -> Effects {
@@ -344,7 +346,7 @@ impl Index {
         if let Some(old) = old {
             ops.extend(self.unrefer_all(&name.namespace, &old.references, &node));
         }
-        effects.per_node.entry(node).or_default().extend(ops);
+        effects.per_runner.entry(node).or_default().extend(ops);
         effects
     }
 
@@ -360,10 +362,7 @@ impl Index {
         }
         let mut ops = vec![Op::Remove(key_of(ObjectKind::Pod, name))];
         ops.extend(self.unrefer_all(&name.namespace, &old.references, &old.node));
-        Effects {
-            shared: Vec::new(),
-            per_node: [(old.node, ops)].into(),
-        }
+        Effects::runners([(old.node, ops)])
     }
 
     /// Counts a reference; true when it is this node's first.
@@ -426,36 +425,4 @@ fn set(
     }
     map.insert(key, bytes.clone());
     Some(Op::Upsert(bytes))
-}
-
-fn encode(kind: object::Kind) -> Bytes {
-    Object { kind: Some(kind) }.encode_to_vec().into()
-}
-
-fn key_of(kind: ObjectKind, name: &Name) -> ObjectKey {
-    ObjectKey {
-        kind: kind.into(),
-        namespace: name.namespace.clone(),
-        name: name.name.clone(),
-    }
-}
-
-fn object_name(kind: Kind, object: &Value) -> Name {
-    match kind {
-        Kind::Namespace | Kind::Node => Name::new("", translate::name(object)),
-        _ => Name::new(translate::namespace(object), translate::name(object)),
-    }
-}
-
-/// The feed's kind for what every node gets.
-fn shared_kind(kind: Kind) -> ObjectKind {
-    match kind {
-        Kind::Namespace => ObjectKind::Config,
-        Kind::Node => ObjectKind::Node,
-        Kind::Service => ObjectKind::Service,
-        Kind::EndpointSlice => ObjectKind::EndpointSlice,
-        Kind::Pod => ObjectKind::Pod,
-        Kind::ConfigMap => ObjectKind::ConfigMap,
-        Kind::Secret => ObjectKind::Secret,
-    }
 }

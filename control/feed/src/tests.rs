@@ -37,8 +37,7 @@ fn held(index: &Index, node: &str, revision: u64) -> DesiredState {
 }
 
 fn apply(state: &mut DesiredState, node: &str, revision: u64, effects: &Effects) {
-    let own = effects.per_node.get(node).into_iter().flatten();
-    let bytes = frame::delta(revision, 1, effects.shared.iter().chain(own));
+    let bytes = frame::delta(revision, 1, effects.of_node(node, true));
     match FeedMessage::decode(bytes).unwrap().kind {
         Some(feed_message::Kind::Delta(delta)) => {
             state.apply(delta);
@@ -59,7 +58,7 @@ struct Step {
 
 fn step() -> impl Strategy<Value = Step> {
     (
-        0usize..7,
+        0usize..Kind::ALL.len(),
         0u8..3,
         0u8..3,
         prop::collection::vec(0u8..3, 0..3),
@@ -107,7 +106,7 @@ fn object_of(step: &Step) -> Value {
             object["addressType"] = json!((["IPv4", "IPv6", "FQDN"][usize::from(step.variant)]))
         }
         Kind::Node => object["spec"] = json!({"podCIDR": format!("10.1.{}.0/24", step.variant)}),
-        Kind::Namespace => {}
+        Kind::Namespace | Kind::NetworkPolicy | Kind::ClusterNetworkPolicy => {}
     }
     object
 }
@@ -226,7 +225,7 @@ fn a_node_gets_secrets_of_its_own_pods_only() {
         "containers": [{"name": "c", "image": "nginx", "env": [{"name": "E",
             "valueFrom": {"secretKeyRef": {"name": "s", "key": "k"}}}]}]}});
     let effects = index.upsert(Kind::Pod, &pod, 2);
-    assert_eq!(effects.per_node.keys().collect::<Vec<_>>(), ["n1"]);
+    assert_eq!(effects.per_runner.keys().collect::<Vec<_>>(), ["n1"]);
     let name = Name::new("d", "s");
     assert_eq!(held(&index, "n1", 2).secrets[&name].data["k"], b"v1");
     assert!(held(&index, "n2", 2).secrets.is_empty());

@@ -70,7 +70,7 @@ pub(crate) fn protocol(value: &Value) -> Protocol {
 }
 
 /// Addresses in canonical form; what is none (as "None" of a headless Service) is left out.
-fn addresses<'a>(values: impl Iterator<Item = &'a Value>) -> Vec<String> {
+pub(crate) fn addresses<'a>(values: impl Iterator<Item = &'a Value>) -> Vec<String> {
     values
         .filter_map(|value| value.as_str()?.parse::<IpAddr>().ok())
         .map(|address| address.to_string())

@@ -3,13 +3,13 @@
 //! Consumers pull from the log with a cursor, so a slow one costs nothing but its place; one that falls out of the log
 //! is cut and starts again from a snapshot. No stream has a queue.
 
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, HashSet, VecDeque};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use bytes::Bytes;
 use control_api::v1::{Ack, ClusterConfig, Hello};
-use control_feed::{Effects, Index, Kind, frame};
+use control_feed::{Effects, Index, Kind, Op, frame};
 use serde_json::Value;
 use tokio::sync::watch;
 use tokio::time::Instant;
@@ -19,16 +19,80 @@ use super::liveness::Liveness;
 
 /// Deltas kept for consumers that lag or resume.
 const LOG_ENTRIES: usize = 8192;
-/// Encoded bytes kept for the same.
-const LOG_BYTES: usize = 4 << 20;
+/// Bytes kept for the same.
+const LOG_BYTES: usize = 16 << 20;
+/// A node that a single change concerns with more than this gets a snapshot, which comes in parts.
+const MAX_DELTA_BYTES: usize = 1 << 20;
 
-/// One change, encoded once. A node that has an own frame gets that one in place of the shared one, which is part of it.
+/// One change. Objects are encoded once; the frame of a node that is concerned in a way of its own is put together
+/// when it is sent.
 #[derive(Debug)]
 struct Entry {
     revision: u64,
+    committed_at_us: i64,
     shared: Option<Bytes>,
-    own: BTreeMap<String, Bytes>,
+    effects: Effects,
     size: usize,
+}
+
+/// What an entry of the log means for one node.
+enum ForNode {
+    Nothing,
+    Frame(Bytes),
+    TooMuch,
+}
+
+impl Entry {
+    fn new(revision: u64, committed_at_us: i64, effects: Effects) -> Self {
+        let shared = (!effects.shared.is_empty())
+            .then(|| frame::delta(revision, committed_at_us, effects.shared.iter()));
+        let mut seen = HashSet::new();
+        let mut size = shared.as_ref().map_or(0, Bytes::len);
+        for op in [&effects.per_node, &effects.per_runner]
+            .into_iter()
+            .flat_map(|nodes| nodes.values().flatten())
+        {
+            size += size_of::<Op>();
+            if let Op::Upsert(bytes) = op
+                && seen.insert(bytes.as_ptr())
+            {
+                size += bytes.len();
+            }
+        }
+        Self {
+            revision,
+            committed_at_us,
+            shared,
+            effects,
+            size,
+        }
+    }
+
+    fn is_own(&self, node: &str, runs_pods: bool) -> bool {
+        self.effects.per_node.contains_key(node)
+            || (runs_pods && self.effects.per_runner.contains_key(node))
+    }
+
+    fn is_too_much(&self, node: &str, runs_pods: bool) -> bool {
+        let ops = self.effects.of_node(node, runs_pods);
+        let sizes = ops.map(|op| match op {
+            Op::Upsert(bytes) => bytes.len(),
+            Op::Remove(key) => key.namespace.len() + key.name.len(),
+        });
+        self.is_own(node, runs_pods) && sizes.sum::<usize>() > MAX_DELTA_BYTES
+    }
+
+    fn of_node(&self, node: &str, runs_pods: bool) -> ForNode {
+        if self.is_too_much(node, runs_pods) {
+            return ForNode::TooMuch;
+        }
+        let own = self.is_own(node, runs_pods).then(|| {
+            let ops = self.effects.of_node(node, runs_pods);
+            frame::delta(self.revision, self.committed_at_us, ops)
+        });
+        own.or_else(|| self.shared.clone())
+            .map_or(ForNode::Nothing, ForNode::Frame)
+    }
 }
 
 /// How far one node has come.
@@ -63,6 +127,8 @@ pub(super) struct Inner {
     index: Index,
     /// Kinds whose first list came, and the revision up to which each kind is known.
     progress: BTreeMap<Kind, u64>,
+    /// Optional kinds that this cluster does not have.
+    absent: BTreeSet<Kind>,
     synced: bool,
     pub(super) head_revision: u64,
     log: VecDeque<Entry>,
@@ -114,15 +180,21 @@ pub(super) enum Next {
         progress: Option<u64>,
     },
     FellBehind,
+    /// A change that only a snapshot can carry.
+    TooMuch,
     /// Another stream speaks for the node now.
     Replaced,
 }
 
 impl Hub {
     pub(super) fn new(config: ClusterConfig, feed_instance: String) -> Self {
+        let mut index = Index::new(config);
+        // Streams begin with a snapshot: before the first sync there is nobody to tell of changes.
+        index.set_quiet(true);
         let inner = Inner {
-            index: Index::new(config),
+            index,
             progress: BTreeMap::new(),
+            absent: BTreeSet::new(),
             synced: false,
             head_revision: 0,
             log: VecDeque::new(),
@@ -171,8 +243,21 @@ impl Hub {
     ) {
         let mut inner = self.lock();
         let effects = inner.index.replace(kind, objects, revision);
+        inner.absent.remove(&kind);
         inner.advance(kind, revision);
         // Other kinds may lag behind this list: it must not claim their revisions.
+        let at = inner.head_revision;
+        inner.append(at, now_us, effects);
+        drop(inner);
+        self.wake();
+    }
+
+    /// Takes the news that the cluster does not have this kind.
+    pub(super) fn absent(&self, kind: Kind, now_us: i64) {
+        let mut inner = self.lock();
+        let effects = inner.index.replace(kind, std::iter::empty(), 0);
+        inner.absent.insert(kind);
+        inner.advance(kind, 0);
         let at = inner.head_revision;
         inner.append(at, now_us, effects);
         drop(inner);
@@ -232,14 +317,16 @@ impl Hub {
         let mut inner = self.lock();
         inner.sessions += 1;
         let session = inner.sessions;
+        // Inclusive: a change that arrived late carries the revision of the head it met.
+        let older = inner
+            .log
+            .partition_point(|e| e.revision < hello.resume_revision);
+        let mut missed = inner.log.iter().skip(older);
         let resumes = hello.feed_instance == self.feed_instance
             && hello.resume_revision > inner.floor_revision
-            && hello.resume_revision <= inner.head_revision;
-        // Inclusive: a change that arrived late carries the revision of the head it met.
+            && hello.resume_revision <= inner.head_revision
+            && !missed.any(|entry| entry.is_too_much(&hello.node_name, hello.runs_pods));
         let cursor = if resumes {
-            let older = inner
-                .log
-                .partition_point(|e| e.revision < hello.resume_revision);
             inner.first_seq + older as u64
         } else {
             inner.next_seq()
@@ -342,13 +429,16 @@ impl Hub {
             let Some(entry) = inner.log.get(at) else {
                 break;
             };
-            let own = if runs_pods { entry.own.get(node) } else { None };
-            if let Some(frame) = own.or(entry.shared.as_ref()) {
-                progress.sent = entry.revision;
-                progress.told = entry.revision;
-                inner.counters.frames += 1;
-                inner.counters.frame_bytes += frame.len() as u64;
-                return Next::Frame(frame.clone());
+            match entry.of_node(node, runs_pods) {
+                ForNode::Nothing => {}
+                ForNode::Frame(frame) => {
+                    progress.sent = entry.revision;
+                    progress.told = entry.revision;
+                    inner.counters.frames += 1;
+                    inner.counters.frame_bytes += frame.len() as u64;
+                    return Next::Frame(frame);
+                }
+                ForNode::TooMuch => return Next::TooMuch,
             }
         }
         Next::UpToDate {
@@ -389,9 +479,14 @@ impl Inner {
         let known = self.progress.entry(kind).or_default();
         *known = revision.max(*known);
         if self.progress.len() == Kind::ALL.len() {
-            let frontier = self.progress.values().copied().min().unwrap_or_default();
+            let present = self
+                .progress
+                .iter()
+                .filter(|(k, _)| !self.absent.contains(k));
+            let frontier = present.map(|(_, known)| *known).min().unwrap_or_default();
             if !self.synced {
                 self.synced = true;
+                self.index.set_quiet(false);
                 self.floor_revision = frontier.saturating_sub(1);
             }
             self.head_revision = self.head_revision.max(frontier);
@@ -403,27 +498,10 @@ impl Inner {
         if effects.is_empty() || !self.synced {
             return;
         }
-        let shared_ops = effects.shared.as_slice();
-        let shared = (!shared_ops.is_empty())
-            .then(|| frame::delta(revision, committed_at_us, shared_ops.iter()));
-        let own: BTreeMap<String, Bytes> = effects
-            .per_node
-            .iter()
-            .map(|(node, ops)| {
-                let all = shared_ops.iter().chain(ops);
-                (node.clone(), frame::delta(revision, committed_at_us, all))
-            })
-            .collect();
-        let size =
-            shared.as_ref().map_or(0, Bytes::len) + own.values().map(Bytes::len).sum::<usize>();
+        let entry = Entry::new(revision, committed_at_us, effects);
         self.counters.changes += 1;
-        self.log_bytes += size;
-        self.log.push_back(Entry {
-            revision,
-            shared,
-            own,
-            size,
-        });
+        self.log_bytes += entry.size;
+        self.log.push_back(entry);
         while self.log.len() > LOG_ENTRIES || (self.log_bytes > LOG_BYTES && self.log.len() > 1) {
             let Some(old) = self.log.pop_front() else {
                 break;

@@ -11,6 +11,8 @@ use crate::client::{EventKind, ObjectClient, Resource, resources};
 
 const RETRY_FIRST: Duration = Duration::from_millis(50);
 const RETRY_MAX: Duration = Duration::from_secs(5);
+/// How often a cluster without an optional kind is asked whether it has it now.
+const ABSENT_PERIOD: Duration = Duration::from_secs(10);
 
 pub(super) fn resource(kind: Kind) -> Resource {
     match kind {
@@ -21,6 +23,8 @@ pub(super) fn resource(kind: Kind) -> Resource {
         Kind::Pod => resources::PODS,
         Kind::ConfigMap => resources::CONFIG_MAPS,
         Kind::Secret => resources::SECRETS,
+        Kind::NetworkPolicy => resources::NETWORK_POLICIES,
+        Kind::ClusterNetworkPolicy => resources::CLUSTER_NETWORK_POLICIES,
     }
 }
 
@@ -31,6 +35,10 @@ pub(super) async fn follow(client: Arc<dyn ObjectClient>, hub: Arc<Hub>, kind: K
         match list_and_watch(&*client, &hub, kind).await {
             // The watch had worked: list again at once.
             Ok(()) => retry = RETRY_FIRST,
+            Err(error) if kind.is_optional() && error.is_not_found() => {
+                hub.absent(kind, now_us());
+                tokio::time::sleep(ABSENT_PERIOD).await;
+            }
             Err(error) => {
                 tracing::warn!(?kind, %error, "list or watch for the node feed failed; retrying");
                 tokio::time::sleep(retry).await;

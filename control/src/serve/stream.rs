@@ -134,6 +134,11 @@ impl Follower {
                         "the node fell behind the feed; connect again for a snapshot",
                     )));
                 }
+                Next::TooMuch => {
+                    return Some(Err(Status::aborted(
+                        "a change is too large for one message; connect again for a snapshot",
+                    )));
+                }
                 Next::Replaced => {
                     return Some(Err(Status::aborted(
                         "another stream of this node took over",
