@@ -2,6 +2,7 @@
 
 pub mod node_addresses;
 pub mod peers;
+pub mod policy;
 pub mod routes;
 pub mod services;
 pub mod surroundings;

@@ -1,0 +1,4 @@
+mod clusters;
+mod examples;
+mod naive;
+pub(crate) mod world;
