@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use dataplane_common::layout::{NO_RULE, PolicyRule, RULE_ALLOW, RULE_DENY, RULE_PASS};
+use dataplane_common::layout::{PolicyRule, RULE_ALLOW, RULE_DENY, RULE_PASS};
 
 use super::prefix::PortPrefix;
 use super::rules::{Action, Rule, Tier};
@@ -13,14 +13,6 @@ pub type Entry = (PortPrefix, PolicyRule);
 
 /// Sorted. Shared by all identities to which the same rules apply.
 pub type Entries = Arc<[Entry]>;
-
-/// No rule speaks.
-pub const SILENT: PolicyRule = PolicyRule {
-    admin_rule: NO_RULE,
-    admin_action: RULE_ALLOW,
-    rule: NO_RULE,
-    action: RULE_ALLOW,
-};
 
 /// A rule alone, as an entry has it.
 fn alone(number: u32, rule: &Rule) -> PolicyRule {
@@ -33,7 +25,7 @@ fn alone(number: u32, rule: &Rule) -> PolicyRule {
         Tier::Admin => PolicyRule {
             admin_rule: number,
             admin_action: action,
-            ..SILENT
+            ..PolicyRule::NONE
         },
         // Nothing follows the last tier, so that what it passes on is allowed.
         Tier::NetworkPolicy | Tier::Baseline => PolicyRule {
@@ -43,7 +35,7 @@ fn alone(number: u32, rule: &Rule) -> PolicyRule {
             } else {
                 action
             },
-            ..SILENT
+            ..PolicyRule::NONE
         },
     }
 }
@@ -84,7 +76,7 @@ pub(super) fn flatten<'a>(
         while around.last().is_some_and(|(outer, _)| !outer.holds(ports)) {
             around.pop();
         }
-        let outer = around.last().map_or(SILENT, |(_, said)| *said);
+        let outer = around.last().map_or(PolicyRule::NONE, |(_, said)| *said);
         let said = first(outer, said);
         if said != outer {
             entries.push((ports, said));

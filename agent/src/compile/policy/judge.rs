@@ -2,15 +2,15 @@
 
 use std::net::IpAddr;
 
-use dataplane_common::layout::{
-    IDENTITY_ANY, NO_RULE, POLICY_SHUT, PolicyRule, RULE_ALLOW, RULE_PASS,
-};
+use dataplane_common::Port;
+use dataplane_common::layout::{IDENTITY_ANY, NO_RULE, PodPolicy, PolicyRule, PolicyRuleKey};
+use dataplane_common::policy::{Peer, PolicyRules, judge_direction, rule_port};
 
-use super::flatten::SILENT;
+use super::Compiled;
 use super::hosts::Locals;
 use super::prefix::PortPrefix;
+use super::rule_set::RuleSet;
 use super::rules::Direction;
-use super::{Compiled, Entries};
 
 /// A first packet, as policies see it: after services are translated, before the source is.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -95,62 +95,49 @@ impl Compiled {
         port: u16,
     ) -> Judgement {
         let flags = self.flags(ifindex);
-        let (judged, closed) = direction.flags();
+        let (judged, _) = direction.flags();
         if flags & judged == 0 {
             return Judgement::Open;
         }
-        let Some((_, set)) = self.rules_of(ifindex).filter(|_| flags & POLICY_SHUT == 0) else {
+        let Some((_, set)) = self.rules_of(ifindex) else {
             return Judgement::Shut;
         };
-        let look_up = |identity: u32| {
-            let entries = set.entries(identity)?;
-            longest(&entries[direction as usize], protocol, port)
+        let policy = PodPolicy {
+            policy_id: 0,
+            flags,
         };
-        let identity = self.trie.find(other).unwrap_or(IDENTITY_ANY);
-        let exact = if identity == IDENTITY_ANY {
-            SILENT
-        } else {
-            look_up(identity).unwrap_or(SILENT)
+        let peer = Peer {
+            identity: self.trie.find(other).unwrap_or(IDENTITY_ANY),
+            direction: direction.number(),
+            protocol,
+            port: rule_port(protocol, Port::new(port)),
         };
-        decide(
-            exact,
-            look_up(IDENTITY_ANY).unwrap_or(SILENT),
-            flags & closed != 0,
-        )
+        let said = judge_direction(&mut Rules(set), &policy, &peer);
+        match said.rule {
+            NO_RULE if said.allowed == 0 => Judgement::Isolated,
+            NO_RULE => Judgement::NoRule,
+            number => Judgement::Rule {
+                number,
+                allow: said.allowed != 0,
+            },
+        }
     }
 }
 
-fn decide(exact: PolicyRule, any: PolicyRule, closed: bool) -> Judgement {
-    let admin = if exact.admin_rule < any.admin_rule {
-        exact
-    } else {
-        any
-    };
-    if admin.admin_rule != NO_RULE && admin.admin_action != RULE_PASS {
-        return Judgement::Rule {
-            number: admin.admin_rule,
-            allow: admin.admin_action == RULE_ALLOW,
-        };
-    }
-    let later = if exact.rule < any.rule { exact } else { any };
-    match later.rule {
-        NO_RULE if closed => Judgement::Isolated,
-        NO_RULE => Judgement::NoRule,
-        number => Judgement::Rule {
-            number,
-            allow: later.action == RULE_ALLOW,
-        },
-    }
-}
+/// A rule set in place of the map. The policy's id is of no interest.
+struct Rules<'a>(&'a RuleSet);
 
-/// What the longest range says that has a port.
-fn longest(entries: &Entries, protocol: u8, port: u16) -> Option<PolicyRule> {
-    let one = PortPrefix {
-        protocol,
-        port,
-        bits: 24,
-    };
-    // A range comes before those that it holds.
-    let holding = entries.iter().rev().find(|(range, _)| range.holds(one));
-    holding.map(|(_, said)| *said)
+impl PolicyRules for Rules<'_> {
+    fn policy_rule(&mut self, key: &PolicyRuleKey) -> Option<&PolicyRule> {
+        let entries = self.0.entries(key.identity)?;
+        let entries = entries.get(usize::from(key.direction))?;
+        let one = PortPrefix {
+            protocol: key.protocol,
+            port: key.port.number(),
+            bits: PortPrefix::ONE_PORT,
+        };
+        // A range comes before those that it holds.
+        let holding = entries.iter().rev().find(|(range, _)| range.holds(one));
+        holding.map(|(_, said)| said)
+    }
 }

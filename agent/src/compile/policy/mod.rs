@@ -29,7 +29,7 @@ use dataplane_common::layout::{
 
 pub use compiler::{Compiler, Input, Mode};
 pub use domains::DomainAnswers;
-pub use flatten::{Entries, Entry, SILENT};
+pub use flatten::{Entries, Entry};
 pub use hosts::{LocalPod, Locals};
 pub use identity::{Identities, Members, NamedPort, Record};
 pub use judge::{Judgement, Packet, Verdict, verdict};

@@ -124,6 +124,9 @@ impl PortPrefix {
         bits: 0,
     };
 
+    /// All bits of a protocol and a port.
+    pub const ONE_PORT: u8 = 24;
+
     /// Every port of a protocol.
     #[must_use]
     pub fn protocol(protocol: u8) -> Self {

@@ -8,7 +8,8 @@ use control_api::v1::{
     policy_rule_peer,
 };
 use dataplane_common::layout::{
-    POLICY_EGRESS, POLICY_EGRESS_CLOSED, POLICY_INGRESS, POLICY_INGRESS_CLOSED,
+    DIRECTION_EGRESS, DIRECTION_INGRESS, POLICY_EGRESS, POLICY_EGRESS_CLOSED, POLICY_INGRESS,
+    POLICY_INGRESS_CLOSED,
 };
 
 use super::peer::{Block, PeerSet, PeerSets, SetId};
@@ -29,6 +30,15 @@ impl Direction {
         match self {
             Self::Ingress => "ingress",
             Self::Egress => "egress",
+        }
+    }
+
+    /// As maps have it.
+    #[must_use]
+    pub fn number(self) -> u8 {
+        match self {
+            Self::Ingress => DIRECTION_INGRESS,
+            Self::Egress => DIRECTION_EGRESS,
         }
     }
 

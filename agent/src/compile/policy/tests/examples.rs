@@ -167,9 +167,8 @@ fn who_is_not_known_is_shut() {
     assert_eq!(compiled.flags(7), SHUT_FLAGS);
 }
 
-/// Too many entries shut the pod that needs them, and no other; fewer open it again.
-#[test]
-fn what_does_not_fit_is_shut_alone() {
+/// The pod 7 has one rule that 21 identities match, the pod 8 twenty rules, each for one.
+fn two_large_pods() -> (DesiredState, Locals) {
     let large = policy(
         PolicyTier::NetworkPolicy,
         "large",
@@ -211,7 +210,13 @@ fn what_does_not_fit_is_shut_alone() {
         addresses: vec!["10.0.0.2".parse().unwrap()],
     };
     locals.pods.insert(8, attached);
+    (state, locals)
+}
 
+/// Too many entries shut the pod that needs them, and no other; fewer open it again.
+#[test]
+fn what_does_not_fit_is_shut_alone() {
+    let (state, locals) = two_large_pods();
     let too_many = Limits {
         rules_per_policy: 20,
         rules: 100,
