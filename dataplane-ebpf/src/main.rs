@@ -16,6 +16,7 @@ mod refuse;
 mod rewrite;
 mod socket;
 mod socket_maps;
+mod yardstick;
 
 use aya_ebpf::macros::classifier;
 use aya_ebpf::programs::TcContext;

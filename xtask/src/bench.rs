@@ -21,6 +21,9 @@ pub(crate) enum Bench {
     /// Programming of services, one change, memory; beside iptables-restore and nft (root).
     #[command(disable_help_flag = true)]
     Program(Options),
+    /// What a packet costs on each path, by test runs of the programs (root).
+    #[command(disable_help_flag = true)]
+    Packet(Options),
 }
 
 /// Handed on to `weir-bench`, which explains them with `--help`.
@@ -36,7 +39,21 @@ pub(crate) fn run(repo: &Repo, what: &Bench) -> Result<bool> {
         Bench::Cluster => test::bench_cluster(repo),
         Bench::Service(options) => measure(repo, "service", options),
         Bench::Program(options) => measure(repo, "program", options),
+        Bench::Packet(options) => packets(repo, options),
     }
+}
+
+/// The programs of the kernel are the same in every profile, and nothing else counts here.
+fn packets(repo: &Repo, options: &Options) -> Result<bool> {
+    cluster::require_root("bench")?;
+    install::ensure(repo, &[Purpose::Ebpf])?;
+    artifacts::ebpf(repo)?;
+    let program = artifacts::dev_program(repo, "weir-tests", "weir_packets")?;
+    let status = Command::new(program)
+        .args(&options.options)
+        .status()
+        .context("run weir_packets")?;
+    Ok(status.success())
 }
 
 fn measure(repo: &Repo, name: &str, options: &Options) -> Result<bool> {

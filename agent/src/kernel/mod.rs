@@ -37,7 +37,9 @@ pub use link::namespace_cookie;
 pub use memory::{give_back_memory, share_heaps};
 pub use packet_socket::PacketSocket;
 pub use park::DatagramId;
-pub use programs::{DriverError, Program, SocketError, SocketHook, TestRun, default_cgroup};
+pub use programs::{
+    DriverError, Program, SocketError, SocketHook, TestRun, Yardstick, default_cgroup,
+};
 
 use collect::Collector;
 use park::Parking;
@@ -554,6 +556,19 @@ impl Kernel {
         repeat: u32,
     ) -> Result<TestRun, KernelError> {
         lock(&self.programs).test_run(program, packet, ifindex, repeat)
+    }
+
+    /// As [`Self::test_run`], for a program that costs what the kernel itself costs.
+    ///
+    /// # Errors
+    /// [`KernelError`] when the kernel cannot load or run it.
+    pub fn test_run_yardstick(
+        &self,
+        yardstick: Yardstick,
+        packet: &[u8],
+        ifindex: u32,
+    ) -> Result<TestRun, KernelError> {
+        lock(&self.programs).test_run_yardstick(yardstick, packet, ifindex)
     }
 
     /// How large each loaded program is.

@@ -4,6 +4,7 @@ mod attach;
 mod driver;
 mod pins;
 mod sockets;
+mod yardstick;
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -32,6 +33,7 @@ use pins::Pins;
 pub(super) use pins::cleanup;
 use sockets::SocketMaps;
 pub use sockets::{SocketError, SocketHook, default_cgroup};
+pub use yardstick::Yardstick;
 
 /// The eBPF object; empty when the agent was built without one.
 static OBJECT: &[u8] = aya::include_bytes_aligned!(concat!(env!("OUT_DIR"), "/weir.bpf.o"));
@@ -289,30 +291,12 @@ impl Programs {
         ifindex: u32,
         repeat: u32,
     ) -> Result<TestRun, KernelError> {
-        /// Offset of `ifindex` in the kernel's `__sk_buff`, and how much of it is given.
-        const IFINDEX: usize = 40;
-        const CONTEXT: usize = 192;
-        const HEADROOM: usize = 256;
-        let mut context = [0u8; CONTEXT];
-        context[IFINDEX..IFINDEX + 4].copy_from_slice(&ifindex.to_ne_bytes());
-        let mut output = vec![0u8; packet.len() + HEADROOM];
-        let mut options = TestRunOptions::new();
-        options.data_in = Some(packet);
-        options.data_out = Some(&mut output);
-        options.ctx_in = Some(&context);
-        options.repeat = repeat.max(1);
-        let result = classifier(&mut self.ebpf, program)
-            .and_then(|program| program.test_run(options))
+        classifier(&mut self.ebpf, program)
+            .and_then(|loaded| run_on(loaded, packet, ifindex, repeat))
             .map_err(|source| KernelError::Program {
                 program: program.name(),
                 source: source.into(),
-            })?;
-        output.truncate(result.data_size_out as usize);
-        Ok(TestRun {
-            verdict: result.return_value.cast_signed(),
-            packet: output,
-            duration: result.duration,
-        })
+            })
     }
 
     pub(super) fn sizes(&mut self) -> BTreeMap<&'static str, ProgramSize> {
@@ -373,6 +357,33 @@ impl Programs {
         }
         Ok(())
     }
+}
+
+fn run_on(
+    program: &SchedClassifier,
+    packet: &[u8],
+    ifindex: u32,
+    repeat: u32,
+) -> Result<TestRun, aya::programs::ProgramError> {
+    /// Offset of `ifindex` in the kernel's `__sk_buff`, and how much of it is given.
+    const IFINDEX: usize = 40;
+    const CONTEXT: usize = 192;
+    const HEADROOM: usize = 256;
+    let mut context = [0u8; CONTEXT];
+    context[IFINDEX..IFINDEX + 4].copy_from_slice(&ifindex.to_ne_bytes());
+    let mut output = vec![0u8; packet.len() + HEADROOM];
+    let mut options = TestRunOptions::new();
+    options.data_in = Some(packet);
+    options.data_out = Some(&mut output);
+    options.ctx_in = Some(&context);
+    options.repeat = repeat.max(1);
+    let result = program.test_run(options)?;
+    output.truncate(result.data_size_out as usize);
+    Ok(TestRun {
+        verdict: result.return_value.cast_signed(),
+        packet: output,
+        duration: result.duration,
+    })
 }
 
 fn size_of_program(info: &ProgramInfo) -> ProgramSize {

@@ -6,7 +6,6 @@ mod fleet;
 mod lab;
 mod load;
 mod program;
-mod report;
 mod ruleset;
 mod service;
 

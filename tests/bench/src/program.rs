@@ -16,8 +16,8 @@ use crate::agents::{self, Agent, Programs};
 use crate::feed::Feed;
 use crate::fleet::{self, Fleet};
 use crate::lab::{NODES, Namespace, Underlay};
-use crate::report::{Bar, Machine, Report, Row, Skipped, Unit, paired_ratio, quantile};
 use crate::{ruleset, service};
+use weir_bench::report::{Bar, Machine, Report, Row, Skipped, Unit, paired_ratio, quantile};
 
 const ENDPOINTS: usize = 10;
 const NODE: &str = "n1";
@@ -218,7 +218,7 @@ fn rules_round(
     let namespace = Namespace::new()?;
     let started = Instant::now();
     match peer {
-        IPTABLES => service::load_iptables(&namespace, fleet)?,
+        IPTABLES => service::load_iptables(&namespace, fleet, None)?,
         _ => service::load_nftables(&namespace, fleet, NODES[0])?,
     }
     let mut add = |figure, value| {

@@ -9,7 +9,7 @@ use serde::Serialize;
 
 /// What a number means, and which way is better.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
-pub(crate) enum Unit {
+pub enum Unit {
     #[serde(rename = "1/s")]
     PerSecond,
     #[serde(rename = "bytes/s")]
@@ -22,7 +22,7 @@ pub(crate) enum Unit {
 
 impl Unit {
     /// How much better `ours` is than `theirs`: above 1 means better.
-    pub(crate) fn ratio(self, ours: f64, theirs: f64) -> f64 {
+    pub fn ratio(self, ours: f64, theirs: f64) -> f64 {
         match self {
             Self::PerSecond | Self::BytesPerSecond => ours / theirs,
             Self::Seconds | Self::Bytes => theirs / ours,
@@ -34,6 +34,7 @@ impl Unit {
             Self::PerSecond if value >= 1_000.0 => format!("{:.1} k/s", value / 1e3),
             Self::PerSecond => format!("{value:.0} /s"),
             Self::BytesPerSecond => format!("{:.2} GB/s", value / 1e9),
+            Self::Seconds if value < 1e-6 => format!("{:.0} ns", value * 1e9),
             Self::Seconds if value < 1e-3 => format!("{:.1} us", value * 1e6),
             Self::Seconds if value < 1.0 => format!("{:.2} ms", value * 1e3),
             Self::Seconds => format!("{value:.2} s"),
@@ -44,21 +45,21 @@ impl Unit {
 
 /// One figure of one peer over all rounds.
 #[derive(Clone, Debug, PartialEq, Serialize)]
-pub(crate) struct Row {
-    pub(crate) name: String,
-    pub(crate) unit: Unit,
+pub struct Row {
+    pub name: String,
+    pub unit: Unit,
     /// Median.
-    pub(crate) value: f64,
-    pub(crate) min: f64,
-    pub(crate) max: f64,
-    pub(crate) runs: usize,
+    pub value: f64,
+    pub min: f64,
+    pub max: f64,
+    pub runs: usize,
     /// Against each peer: above 1 means that this row is better.
-    pub(crate) vs: BTreeMap<String, f64>,
+    pub vs: BTreeMap<String, f64>,
 }
 
 impl Row {
     /// `None` without samples.
-    pub(crate) fn new(name: impl Into<String>, unit: Unit, samples: &[f64]) -> Option<Self> {
+    pub fn new(name: impl Into<String>, unit: Unit, samples: &[f64]) -> Option<Self> {
         Some(Self {
             name: name.into(),
             unit,
@@ -73,15 +74,15 @@ impl Row {
 
 /// A limit that was set for a figure, and whether it held.
 #[derive(Clone, Debug, PartialEq, Serialize)]
-pub(crate) struct Bar {
-    pub(crate) name: String,
-    pub(crate) limit: f64,
-    pub(crate) measured: f64,
-    pub(crate) held: bool,
+pub struct Bar {
+    pub name: String,
+    pub limit: f64,
+    pub measured: f64,
+    pub held: bool,
 }
 
 impl Bar {
-    pub(crate) fn at_least(name: impl Into<String>, limit: f64, measured: f64) -> Self {
+    pub fn at_least(name: impl Into<String>, limit: f64, measured: f64) -> Self {
         let name = name.into();
         Self {
             name,
@@ -91,7 +92,7 @@ impl Bar {
         }
     }
 
-    pub(crate) fn at_most(name: impl Into<String>, limit: f64, measured: f64) -> Self {
+    pub fn at_most(name: impl Into<String>, limit: f64, measured: f64) -> Self {
         let name = name.into();
         Self {
             name,
@@ -104,14 +105,14 @@ impl Bar {
 
 /// What was not measured, and why.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
-pub(crate) struct Skipped {
-    pub(crate) name: String,
-    pub(crate) reason: String,
+pub struct Skipped {
+    pub name: String,
+    pub reason: String,
 }
 
 /// The machine, as far as figures depend on it.
 #[derive(Clone, Debug, PartialEq, Serialize)]
-pub(crate) struct Machine {
+pub struct Machine {
     kernel: String,
     cpu: String,
     cpus: usize,
@@ -121,7 +122,7 @@ pub(crate) struct Machine {
 }
 
 impl Machine {
-    pub(crate) fn describe() -> Self {
+    pub fn describe() -> Self {
         let read = |path: &str| std::fs::read_to_string(path).unwrap_or_default();
         let info = read("/proc/cpuinfo");
         let cpu = info
@@ -158,16 +159,16 @@ impl Machine {
 
 /// A whole run.
 #[derive(Clone, Debug, PartialEq, Serialize)]
-pub(crate) struct Report {
-    pub(crate) bench: &'static str,
-    pub(crate) machine: Machine,
-    pub(crate) rows: Vec<Row>,
-    pub(crate) bars: Vec<Bar>,
-    pub(crate) skipped: Vec<Skipped>,
+pub struct Report {
+    pub bench: &'static str,
+    pub machine: Machine,
+    pub rows: Vec<Row>,
+    pub bars: Vec<Bar>,
+    pub skipped: Vec<Skipped>,
 }
 
 impl Report {
-    pub(crate) fn new(bench: &'static str, machine: Machine) -> Self {
+    pub fn new(bench: &'static str, machine: Machine) -> Self {
         Self {
             bench,
             machine,
@@ -178,14 +179,14 @@ impl Report {
     }
 
     /// Writes the JSON form.
-    pub(crate) fn write(&self, path: &Path) -> Result<()> {
+    pub fn write(&self, path: &Path) -> Result<()> {
         let mut text = serde_json::to_string_pretty(self).context("encode the report")?;
         text.push('\n');
         std::fs::write(path, text).with_context(|| format!("write {}", path.display()))
     }
 
     /// The form for people.
-    pub(crate) fn table(&self) -> String {
+    pub fn table(&self) -> String {
         let machine = &self.machine;
         let mut text = format!(
             "{}: {} x {}, kernel {}, load {:.1} per CPU before the run\n\n",
@@ -233,12 +234,12 @@ impl Report {
 }
 
 /// The middle sample, or the mean of the middle two.
-pub(crate) fn median(samples: &[f64]) -> Option<f64> {
+pub fn median(samples: &[f64]) -> Option<f64> {
     quantile(samples, 0.5)
 }
 
 /// Linear between the neighbours; `None` without samples.
-pub(crate) fn quantile(samples: &[f64], share: f64) -> Option<f64> {
+pub fn quantile(samples: &[f64], share: f64) -> Option<f64> {
     let mut sorted = samples.to_vec();
     sorted.sort_unstable_by(f64::total_cmp);
     let last = u32::try_from(sorted.len().checked_sub(1)?).ok()?;
@@ -254,7 +255,7 @@ pub(crate) fn quantile(samples: &[f64], share: f64) -> Option<f64> {
 }
 
 /// Median over the rounds of the ratio within each round: what drifts over a run, drifts for both.
-pub(crate) fn paired_ratio(unit: Unit, ours: &[f64], theirs: &[f64]) -> Option<f64> {
+pub fn paired_ratio(unit: Unit, ours: &[f64], theirs: &[f64]) -> Option<f64> {
     let ratios: Vec<f64> = ours
         .iter()
         .zip(theirs)

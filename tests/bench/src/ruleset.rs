@@ -1,10 +1,11 @@
 //! Rule sets of the shape that kube-proxy gives to iptables and nftables for the same services.
 //!
 //! iptables: one chain `KUBE-SERVICES` with a rule per service port, a chain per service with a rule per endpoint that
-//! is taken with falling odds, and a chain per endpoint with the translation; comments are left out, as kube-proxy does
-//! in large clusters. nftables: one verdict map over address, protocol and port, a chain per service with a verdict map
-//! over a random number, a chain per endpoint. Both mark what has to be masqueraded with 0x4000 and masquerade what is
-//! marked, and both have the checks in front of forwarding.
+//! is taken with falling odds, and a chain per endpoint with the translation. Rules of endpoints go without comments, as
+//! those of kube-proxy do with more than a thousand endpoints; the others have theirs. nftables: one verdict map over
+//! address, protocol and port, a chain per service with a verdict map over a random number, a chain per endpoint. Both
+//! mark what has to be masqueraded with 0x4000 and masquerade what is marked, and both have the checks in front of
+//! forwarding.
 
 use std::fmt::Write as _;
 use std::net::{Ipv4Addr, SocketAddrV4};
@@ -125,7 +126,10 @@ fn iptables_port(
         label,
     } = port;
     let (address, backends) = (service.address, &service.backends);
-    let to_service = format!("-d {address}/32 -p {protocol} -m {protocol} --dport {SERVICE_PORT}");
+    let name = format!("bench/{}:{protocol}", service.name);
+    let to_service = format!(
+        "-d {address}/32 -p {protocol} -m comment --comment \"{name} cluster IP\" -m {protocol} --dport {SERVICE_PORT}"
+    );
     // Writing to a string cannot fail.
     let _infallible = writeln!(chains, ":KUBE-SVC-{label} - [0:0]");
     let _infallible = writeln!(
@@ -140,11 +144,13 @@ fn iptables_port(
         let _infallible = writeln!(chains, ":KUBE-EXT-{label} - [0:0]");
         let _infallible = writeln!(
             node_ports,
-            "-A KUBE-NODEPORTS -p {protocol} -m {protocol} --dport {node_port} -j KUBE-EXT-{label}"
+            "-A KUBE-NODEPORTS -p {protocol} -m comment --comment \"{name}\" -m {protocol} --dport {node_port} \
+             -j KUBE-EXT-{label}"
         );
         let _infallible = writeln!(
             rest,
-            "-A KUBE-EXT-{label} -j KUBE-MARK-MASQ\n-A KUBE-EXT-{label} -j KUBE-SVC-{label}"
+            "-A KUBE-EXT-{label} -m comment --comment \"masquerade traffic for {name} external destinations\" \
+             -j KUBE-MARK-MASQ\n-A KUBE-EXT-{label} -j KUBE-SVC-{label}"
         );
     }
     for (index, backend) in backends.iter().enumerate() {

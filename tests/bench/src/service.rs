@@ -3,7 +3,7 @@
 
 use std::collections::BTreeMap;
 use std::net::{Ipv4Addr, SocketAddrV4};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::Arc;
 use std::time::Duration;
@@ -16,8 +16,8 @@ use crate::agents::{self, Agents, Programs};
 use crate::fleet::{Fleet, Place, SERVER_PORT, SERVICE_PORT};
 use crate::lab::{self, Cgroup, Lab, Length, NODES, Namespace, SERVER_PORTS};
 use crate::load::client::{Seen, Workload};
-use crate::report::{Bar, Machine, Report, Row, Skipped, Unit, paired_ratio};
 use crate::ruleset;
+use weir_bench::report::{Bar, Machine, Report, Row, Skipped, Unit, paired_ratio};
 
 const ENDPOINTS: usize = 10;
 
@@ -33,12 +33,20 @@ pub(crate) struct Options {
     /// Milliseconds of one measurement.
     #[arg(long, default_value_t = 300)]
     time_ms: u64,
+    /// Slices of a measurement, each a run of its own, in which the peers take turns. The best one counts: what
+    /// others do on the machine only takes away.
+    #[arg(long, default_value_t = 5)]
+    slices: u32,
     /// Only measurements whose name contains one of these (short_tcp, request, stream, udp, same_node, node_port, …).
     #[arg(long, value_delimiter = ',')]
     only: Vec<String>,
     /// Only these peers (direct is always there).
     #[arg(long, value_delimiter = ',')]
     peers: Vec<String>,
+    /// The program that loads the rules of iptables; the fastest that is there where none is named. Those of
+    /// `iptables-nft-restore` are walked by nftables.
+    #[arg(long)]
+    iptables_restore: Option<PathBuf>,
     /// Run both ends of a measurement before all other processes (SCHED_FIFO): for a machine that others use as well.
     #[arg(long)]
     realtime: bool,
@@ -93,6 +101,11 @@ const DIRECT: Peer = Peer {
 };
 
 impl Peer {
+    /// Sockets are translated where the client runs, and an outsider runs nowhere in the cluster.
+    fn takes_part_in(self, route: Route) -> bool {
+        self.kind != Kind::WeirSocket || matches!(route, Route::ClusterIp(_))
+    }
+
     fn name(self) -> String {
         if self.services == 0 {
             self.kind.name().into()
@@ -235,6 +248,7 @@ pub(crate) fn run(mut options: Options, programs: &Programs) -> Result<bool> {
         options.services.truncate(1);
         options.rounds = options.rounds.min(2);
         options.time_ms = options.time_ms.min(100);
+        options.slices = 1;
     }
     let mut report = Report::new("service", machine);
     let runtime = Arc::new(
@@ -283,7 +297,7 @@ fn set_up(
                 services: *services,
             };
             eprintln!("setting up {}", peer.name());
-            match stage(peer, programs, runtime, options.realtime) {
+            match stage(peer, programs, runtime, options) {
                 Ok(stage) => stages.push(stage),
                 // Without its limit there is nothing to compare with.
                 Err(error) if peer == DIRECT => return Err(error),
@@ -297,7 +311,13 @@ fn set_up(
     Ok(stages)
 }
 
-fn stage(peer: Peer, programs: &Programs, runtime: &Arc<Runtime>, realtime: bool) -> Result<Stage> {
+fn stage(
+    peer: Peer,
+    programs: &Programs,
+    runtime: &Arc<Runtime>,
+    options: &Options,
+) -> Result<Stage> {
+    let realtime = options.realtime;
     let plain = || -> Result<(Lab, Fleet)> {
         let lab = Lab::plain(realtime)?;
         let fleet = Fleet::new(peer.services, ENDPOINTS, lab.same.address, lab.far.address);
@@ -325,7 +345,7 @@ fn stage(peer: Peer, programs: &Programs, runtime: &Arc<Runtime>, realtime: bool
         Kind::Iptables => {
             let (lab, fleet) = plain()?;
             for node in &lab.underlay.nodes {
-                load_iptables(node, &fleet)?;
+                load_iptables(node, &fleet, options.iptables_restore.as_deref())?;
             }
             (lab, Some(fleet), None)
         }
@@ -359,8 +379,16 @@ pub(crate) fn iptables_restore() -> Result<&'static str> {
         .context("iptables-restore is missing (Debian package iptables)")
 }
 
-pub(crate) fn load_iptables(namespace: &Namespace, fleet: &Fleet) -> Result<()> {
-    let mut command = Command::new(iptables_restore()?);
+/// Loads the rules by `restore`, or the fastest program that is there.
+pub(crate) fn load_iptables(
+    namespace: &Namespace,
+    fleet: &Fleet,
+    restore: Option<&Path>,
+) -> Result<()> {
+    let mut command = match restore {
+        Some(restore) => Command::new(restore),
+        None => Command::new(iptables_restore()?),
+    };
     namespace.feed(&mut command, &ruleset::iptables(fleet))
 }
 
@@ -379,7 +407,8 @@ fn measure(options: &Options, stages: &[Stage], report: &mut Report) -> Samples 
         let name = measurement.name();
         options.only.is_empty() || options.only.iter().any(|part| name.contains(part.as_str()))
     };
-    let time = Duration::from_millis(options.time_ms);
+    let slices = options.slices.max(1);
+    let time = Duration::from_millis(options.time_ms) / slices;
     let length = Length {
         warm_up: time / 6,
         time,
@@ -390,15 +419,25 @@ fn measure(options: &Options, stages: &[Stage], report: &mut Report) -> Samples 
     for round in 0..options.rounds {
         eprintln!("round {} of {}", round + 1, options.rounds);
         for measurement in Measurement::all().into_iter().filter(chosen) {
-            for stage in stages {
+            let taking_part: Vec<&Stage> = stages
+                .iter()
+                .filter(|stage| stage.peer.takes_part_in(measurement.route))
+                .collect();
+            let mut best = BTreeMap::<Peer, Seen>::new();
+            for stage in (0..slices).flat_map(|_| &taking_part) {
                 let key = (measurement, stage.peer);
                 if failed.contains(&key) {
                     continue;
                 }
                 match stage.measure(measurement, length) {
-                    Ok(seen) => samples.entry(key).or_default().push(seen),
+                    Ok(seen) => {
+                        best.entry(stage.peer)
+                            .and_modify(|best| *best = best.better(&seen))
+                            .or_insert(seen);
+                    }
                     Err(error) => {
                         failed.insert(key);
+                        best.remove(&stage.peer);
                         samples.remove(&key);
                         report.skipped.push(Skipped {
                             name: format!("{} {}", measurement.name(), stage.peer.name()),
@@ -406,6 +445,9 @@ fn measure(options: &Options, stages: &[Stage], report: &mut Report) -> Samples 
                         });
                     }
                 }
+            }
+            for (peer, seen) in best {
+                samples.entry((measurement, peer)).or_default().push(seen);
             }
         }
     }

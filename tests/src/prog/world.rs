@@ -13,6 +13,7 @@ use control_api::v1::{
 use nix::mount::{MsFlags, mount};
 use nix::sched::{CloneFlags, unshare};
 use weir_agent::compile::routes::Path as RoutePath;
+use weir_agent::compile::surroundings::{Choices, surroundings};
 use weir_agent::kernel::{HostLink, Kernel, Limits, NodeIdentity, PodLink, PodPrograms};
 use weir_agent::netlink::Netlink;
 use weir_agent::netlink::link::VethEnd;
@@ -115,6 +116,25 @@ impl World {
     /// When the maps cannot be changed.
     pub fn serve(&mut self, address: &str, backends: &[&str]) -> Result<()> {
         serve(&mut self.desired, address, backends);
+        self.apply()
+    }
+
+    /// As [`Self::serve`], and at this port of the node's addresses (TCP).
+    ///
+    /// # Errors
+    /// When the maps cannot be changed.
+    pub fn serve_node_port(&mut self, address: &str, port: u16, backends: &[&str]) -> Result<()> {
+        serve(&mut self.desired, address, backends);
+        if let Some(service) = self.desired.services.get_mut(&name_of(address)) {
+            service.r#type = ServiceType::NodePort.into();
+            service.ports.truncate(1);
+            for service_port in &mut service.ports {
+                service_port.node_port = port.into();
+            }
+        }
+        let addresses: Vec<IpAddr> = vec![NODE_V4.parse()?, NODE_V6.parse()?];
+        let surroundings = surroundings(&self.desired, "n1", &addresses, &Choices::default());
+        self.kernel.set_surroundings(&surroundings)?;
         self.apply()
     }
 

@@ -13,7 +13,7 @@ use serde::{Deserialize, Serialize};
 use socket2::{Domain, Socket, Type};
 
 use super::{ECHO, MESSAGE, SINK};
-use crate::report::quantile;
+use weir_bench::report::quantile;
 
 /// What the client does.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, ValueEnum)]
@@ -36,6 +36,17 @@ pub(crate) struct Seen {
     /// Of one answer; zero where answers are not timed one by one.
     pub(crate) p50_s: f64,
     pub(crate) p99_s: f64,
+}
+
+impl Seen {
+    /// The better figure of each kind.
+    pub(crate) fn better(&self, other: &Self) -> Self {
+        Self {
+            rate: self.rate.max(other.rate),
+            p50_s: self.p50_s.min(other.p50_s),
+            p99_s: self.p99_s.min(other.p99_s),
+        }
+    }
 }
 
 /// Connections under way at one time.

@@ -1,0 +1,3 @@
+//! Reports of measurements, for every program that makes some.
+
+pub mod report;
