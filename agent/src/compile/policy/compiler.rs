@@ -54,8 +54,6 @@ pub struct Compiler {
     blocks: Blocks,
     /// Domain names that rules use, by the addresses that answers gave them.
     domains: HashMap<IpAddr, Vec<SetId>>,
-    /// How many ranges have an identity.
-    live: HashMap<u32, usize>,
     /// Living identities by what they belong to, names of ports included.
     by_set: HashMap<SetId, BTreeSet<u32>>,
     keys: HashMap<Key, RuleSetId>,
@@ -78,7 +76,6 @@ impl Compiler {
             hosts: Hosts::default(),
             blocks: Blocks::default(),
             domains: HashMap::new(),
-            live: HashMap::new(),
             by_set: HashMap::new(),
             keys: HashMap::new(),
             locals: Locals::default(),
@@ -130,7 +127,7 @@ impl Compiler {
         self.adapt_rule_sets(&turnover, &mut touched);
         self.assign_pods(input.state, &mut touched);
         self.shut_what_does_not_fit(&mut touched);
-        let live = &self.live;
+        let live = &self.compiled.live;
         if self.compiled.identities.len() > UNUSED_KEPT + 2 * live.len() {
             self.compiled.identities.keep(|id| live.contains_key(&id));
         }
@@ -139,7 +136,7 @@ impl Compiler {
 
     /// Forgets peer sets that nobody refers to any more.
     fn renew(&mut self) {
-        let live = &self.live;
+        let live = &self.compiled.live;
         self.compiled.identities.keep(|id| live.contains_key(&id));
         let mut sets = PeerSets::default();
         let old = &self.compiled.sets;

@@ -19,8 +19,10 @@ mod trie;
 
 #[cfg(test)]
 mod tests;
+#[cfg(test)]
+pub(crate) use tests::world;
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 
 use control_api::desired::{Changes, DesiredState};
 use dataplane_common::layout::{
@@ -105,6 +107,8 @@ pub struct Compiled {
     pub identities: Identities,
     /// Which address has which identity; a range is left out where one around it says the same.
     pub trie: Trie,
+    /// How many of those ranges have an identity.
+    pub live: HashMap<u32, usize>,
     /// Attached pods, by the interface index of the host side of their link.
     pub pods: BTreeMap<u32, PodState>,
     pub rule_sets: BTreeMap<RuleSetId, RuleSet>,

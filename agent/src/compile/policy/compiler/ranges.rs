@@ -66,9 +66,9 @@ impl Compiler {
         let new = now.iter().filter(|(range, _)| old.get(*range).is_none());
         touched.ranges.extend(new.map(|(range, _)| range));
 
-        let mut before = std::mem::take(&mut self.live);
+        let mut before = std::mem::take(&mut self.compiled.live);
         for (_, identity) in self.compiled.trie.iter() {
-            *self.live.entry(identity).or_default() += 1;
+            *self.compiled.live.entry(identity).or_default() += 1;
             before.entry(identity).or_default();
         }
         self.turnover(&before)
@@ -95,19 +95,19 @@ impl Compiler {
             }
             touched.ranges.insert(range);
             for id in [old, new].into_iter().flatten() {
-                let count = self.live.get(&id).copied().unwrap_or(0);
+                let count = self.compiled.live.get(&id).copied().unwrap_or(0);
                 before.entry(id).or_insert(count);
             }
             if let Some(old) = old
-                && let Some(count) = self.live.get_mut(&old)
+                && let Some(count) = self.compiled.live.get_mut(&old)
             {
                 *count -= 1;
                 if *count == 0 {
-                    self.live.remove(&old);
+                    self.compiled.live.remove(&old);
                 }
             }
             if let Some(new) = new {
-                *self.live.entry(new).or_default() += 1;
+                *self.compiled.live.entry(new).or_default() += 1;
             }
         }
         self.turnover(&before)
@@ -117,7 +117,7 @@ impl Compiler {
     fn turnover(&mut self, before: &HashMap<u32, usize>) -> Turnover {
         let mut turnover = Turnover::default();
         for (id, count) in before.iter().filter(|(id, _)| **id != IDENTITY_ANY) {
-            match (*count > 0, self.live.contains_key(id)) {
+            match (*count > 0, self.compiled.live.contains_key(id)) {
                 (false, true) => turnover.born.insert(*id),
                 (true, false) => turnover.dead.insert(*id),
                 _ => continue,
