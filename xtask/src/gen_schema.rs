@@ -10,8 +10,11 @@ use std::process::Command;
 
 use anyhow::{Context as _, Result, bail, ensure};
 
-/// The release whose types are read, for all modules but `metrics`.
+/// The release whose types are read.
 const MODULE_VERSION: &str = "v0.36.0";
+/// The module of ClusterNetworkPolicy, which has releases of its own.
+const POLICY: &str = "sigs.k8s.io/network-policy-api";
+const POLICY_VERSION: &str = "v0.2.0";
 
 /// One Go package of API types.
 struct Package {
@@ -186,6 +189,13 @@ const PACKAGES: &[Package] = &[
         group: "metrics.k8s.io",
         version: "v1beta1",
     },
+    Package {
+        module: POLICY,
+        dir: "apis/v1alpha2",
+        prefix: "io.k8s.networking.policy.v1alpha2",
+        group: "policy.networking.k8s.io",
+        version: "v1alpha2",
+    },
 ];
 
 /// Types with their own JSON or protobuf form: Go import path and name, and the letter the table uses.
@@ -300,18 +310,18 @@ pub(crate) fn run(out: &Path) -> Result<()> {
 }
 
 fn module_dir(module: &str) -> Result<PathBuf> {
+    let version = if module == POLICY {
+        POLICY_VERSION
+    } else {
+        MODULE_VERSION
+    };
     let output = Command::new("go")
-        .args([
-            "mod",
-            "download",
-            "-json",
-            &format!("{module}@{MODULE_VERSION}"),
-        ])
+        .args(["mod", "download", "-json", &format!("{module}@{version}")])
         .output()
         .context("run `go mod download` (install Go to regenerate the schema table)")?;
     ensure!(
         output.status.success(),
-        "fetch {module}@{MODULE_VERSION}: {}",
+        "fetch {module}@{version}: {}",
         String::from_utf8_lossy(&output.stderr)
     );
     let answer: serde_json::Value = serde_json::from_slice(&output.stdout)

@@ -86,11 +86,22 @@ impl Namespaces {
         }
     }
 
-    /// Deletes everything in it; tells what is left.
+    /// Deletes everything in it; tells what is left. Pods go first and alone: a policy, a Secret or a Service must not
+    /// be taken from under one that still runs (KEP-5080).
     async fn empty(&self, namespace: &str) -> Result<Leftovers, ApiError> {
         let mut left = Leftovers::default();
         let catalog = self.client.catalog();
-        for entry in catalog.iter().filter(|e| e.namespaced) {
+        let (pods, others): (Vec<&CatalogEntry>, Vec<&CatalogEntry>) = catalog
+            .iter()
+            .filter(|entry| entry.namespaced)
+            .partition(|entry| entry.resource == resources::PODS);
+        for entry in pods {
+            self.empty_of(entry, namespace, &mut left).await?;
+        }
+        if !left.resources.is_empty() {
+            return Ok(left);
+        }
+        for entry in others {
             self.empty_of(entry, namespace, &mut left).await?;
         }
         Ok(left)

@@ -335,6 +335,54 @@ async fn a_namespace_is_furnished_and_emptied() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn policies_of_a_namespace_stay_until_its_pods_are_gone() {
+    let cluster = Cluster::start().await;
+    cluster
+        .create(resources::NAMESPACES, json!({"metadata": {"name": "shop"}}))
+        .await;
+    let metadata = json!({"name": "a", "namespace": "shop"});
+    let policy = json!({"metadata": metadata, "spec": {}});
+    cluster.create(resources::NETWORK_POLICIES, policy).await;
+    let mut pod =
+        json!({"metadata": metadata, "spec": {"containers": [{"name": "c", "image": "i"}]}});
+    pod["metadata"]["finalizers"] = json!(["example.com/hold"]);
+    cluster.create(resources::PODS, pod).await;
+    let key = Key::new("shop", "a");
+    cluster
+        .delete(resources::NAMESPACES, &Key::new("", "shop"))
+        .await;
+    // The controller has walked the namespace when it says what remains.
+    let remaining = |namespace: &Value| {
+        let condition = namespace.condition("NamespaceContentRemaining");
+        condition.is_some_and(|c| c.text(&["message"]).contains("pods. has 1"))
+    };
+    cluster
+        .until(resources::NAMESPACES, |all| {
+            all.get(&Key::new("", "shop"))
+                .is_some_and(|n| remaining(&n))
+        })
+        .await;
+    let policy = cluster
+        .get(resources::NETWORK_POLICIES, &key)
+        .await
+        .unwrap();
+    assert!(!policy.is_deleting());
+    let patch = json!({"metadata": {"finalizers": null}});
+    cluster.merge(resources::PODS, &key, patch).await;
+    cluster
+        .until(resources::NAMESPACES, |all| {
+            all.get(&Key::new("", "shop")).is_none()
+        })
+        .await;
+    assert!(
+        cluster
+            .get(resources::NETWORK_POLICIES, &key)
+            .await
+            .is_err()
+    );
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn foreground_and_orphan_deletion_do_what_they_say() {
     use crate::client::{DeleteOptions, Propagation};
     let cluster = Cluster::start().await;

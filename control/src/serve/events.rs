@@ -94,8 +94,13 @@ fn event_object(node: &str, namespace: &str, name: &str, at: &str, event: &Event
     while !event.message.is_char_boundary(end) {
         end -= 1;
     }
+    let version = match event.kind.as_str() {
+        "NetworkPolicy" => "networking.k8s.io/v1",
+        "ClusterNetworkPolicy" => "policy.networking.k8s.io/v1alpha2",
+        _ => "v1",
+    };
     let mut involved = json!({
-        "apiVersion": "v1", "kind": event.kind, "name": event.name, "uid": event.uid,
+        "apiVersion": version, "kind": event.kind, "name": event.name, "uid": event.uid,
     });
     if !event.namespace.is_empty() {
         involved["namespace"] = json!(event.namespace);

@@ -8,26 +8,24 @@ use std::sync::Arc;
 
 use bytes::Bytes;
 use control_api::desired::Name;
-use control_api::v1::object;
 
 use super::peers::Peer as Facts;
 use super::rules::Translated;
-use super::selector::{Labels, Members, Namespaces, SetId};
+use super::selector::{Labels, Members, SetId};
 use super::sending::Touched;
 use super::slab::Slab;
-use crate::effects::encode;
 
 #[derive(Debug)]
 pub(super) struct Set {
     pub(super) id: SetId,
-    of: Members,
+    pub(super) of: Members,
     pub(super) members: BTreeSet<u32>,
     /// Nodes with a policy that refers to it.
-    nodes: BTreeSet<Arc<str>>,
+    pub(super) nodes: BTreeSet<Arc<str>>,
     /// Policies that apply to its members.
-    subjects: BTreeSet<u32>,
+    pub(super) subjects: BTreeSet<u32>,
     /// Policies that name it, as their subject or in a rule.
-    users: usize,
+    pub(super) users: usize,
 }
 
 #[derive(Debug)]
@@ -51,22 +49,22 @@ impl Peer {
 #[derive(Debug)]
 pub(super) struct Policy {
     pub(super) name: Name,
-    translated: Translated,
+    pub(super) translated: Translated,
     pub(super) bytes: Bytes,
     pub(super) version: u64,
-    subject: Option<u32>,
-    sets: BTreeSet<u32>,
+    pub(super) subject: Option<u32>,
+    pub(super) sets: BTreeSet<u32>,
     /// How many of each node's pods it selects.
-    nodes: BTreeMap<Arc<str>, usize>,
+    pub(super) nodes: BTreeMap<Arc<str>, usize>,
 }
 
 #[derive(Debug, Default)]
-struct Namespace {
+pub(super) struct Namespace {
     /// Unset until the namespace itself is known.
-    labels: Option<Labels>,
-    pods: BTreeSet<u32>,
+    pub(super) labels: Option<Labels>,
+    pub(super) pods: BTreeSet<u32>,
     /// Sets that look into it.
-    sets: BTreeSet<u32>,
+    pub(super) sets: BTreeSet<u32>,
 }
 
 /// What one node holds, and why.
@@ -82,16 +80,16 @@ pub(super) struct Share {
 #[derive(Debug, Default)]
 pub(super) struct Graph {
     pub(super) sets: Slab<Set>,
-    set_ids: HashMap<SetId, u32>,
+    pub(super) set_ids: HashMap<SetId, u32>,
     pub(super) peers: Slab<Peer>,
-    peer_ids: BTreeMap<Name, u32>,
+    pub(super) peer_ids: BTreeMap<Name, u32>,
     pub(super) policies: Slab<Policy>,
-    policy_ids: BTreeMap<Name, u32>,
-    namespaces: BTreeMap<String, Namespace>,
+    pub(super) policy_ids: BTreeMap<Name, u32>,
+    pub(super) namespaces: BTreeMap<String, Namespace>,
     /// Sets that choose namespaces by label.
-    choosing_sets: BTreeSet<u32>,
-    node_sets: BTreeSet<u32>,
-    node_peers: BTreeSet<u32>,
+    pub(super) choosing_sets: BTreeSet<u32>,
+    pub(super) node_sets: BTreeSet<u32>,
+    pub(super) node_peers: BTreeSet<u32>,
     pub(super) shares: BTreeMap<Arc<str>, Share>,
     pub(super) touched: Touched,
     versions: u64,
@@ -128,7 +126,7 @@ impl Graph {
             && self.shares.is_empty()
     }
 
-    fn version(&mut self) -> u64 {
+    pub(super) fn version(&mut self) -> u64 {
         self.versions += 1;
         self.versions
     }
@@ -253,7 +251,7 @@ impl Graph {
         candidates.filter(|set| self.selects(*set, peer)).collect()
     }
 
-    fn selects(&self, set: u32, peer: &Peer) -> bool {
+    pub(super) fn selects(&self, set: u32, peer: &Peer) -> bool {
         match self.sets.get(set).map(|set| &set.of) {
             Some(Members::Pods { pods, .. }) => pods.matches(&peer.facts.labels),
             Some(Members::Nodes(nodes)) => nodes.matches(&peer.facts.labels),
@@ -263,7 +261,7 @@ impl Graph {
 
     // ---- membership ----
 
-    fn join(&mut self, id: u32, set: u32) {
+    pub(super) fn join(&mut self, id: u32, set: u32) {
         let Some(entry) = self.sets.get(set) else {
             return;
         };
@@ -282,7 +280,7 @@ impl Graph {
         }
     }
 
-    fn leave(&mut self, id: u32, set: u32) {
+    pub(super) fn leave(&mut self, id: u32, set: u32) {
         let Some(entry) = self.sets.get(set) else {
             return;
         };
@@ -301,7 +299,7 @@ impl Graph {
         }
     }
 
-    fn select(&mut self, policy: u32, id: u32) {
+    pub(super) fn select(&mut self, policy: u32, id: u32) {
         if let Some(node) = self.change_selection(policy, id, true) {
             let Some(entry) = self.policies.get_mut(policy) else {
                 return;
@@ -314,7 +312,7 @@ impl Graph {
         }
     }
 
-    fn deselect(&mut self, policy: u32, id: u32) {
+    pub(super) fn deselect(&mut self, policy: u32, id: u32) {
         if let Some(node) = self.change_selection(policy, id, false) {
             let Some(entry) = self.policies.get_mut(policy) else {
                 return;
@@ -378,7 +376,7 @@ impl Graph {
             .unwrap_or_default()
     }
 
-    fn refer(&mut self, node: &Arc<str>, set: u32) {
+    pub(super) fn refer(&mut self, node: &Arc<str>, set: u32) {
         let share = self.shares.entry(Arc::clone(node)).or_default();
         if let Some(count) = share.sets.get_mut(&set) {
             *count += 1;
@@ -393,7 +391,7 @@ impl Graph {
         }
     }
 
-    fn unrefer(&mut self, node: &Arc<str>, set: u32) {
+    pub(super) fn unrefer(&mut self, node: &Arc<str>, set: u32) {
         let count = self.shares.get_mut(node).and_then(|s| s.sets.get_mut(&set));
         match count {
             Some(count) if *count > 1 => *count -= 1,
@@ -410,14 +408,14 @@ impl Graph {
         }
     }
 
-    fn tidy_share(&mut self, node: &Arc<str>) {
+    pub(super) fn tidy_share(&mut self, node: &Arc<str>) {
         let empty = |share: &Share| share.pods.is_empty() && share.policies.is_empty();
         if self.shares.get(node).is_some_and(empty) {
             self.shares.remove(node);
         }
     }
 
-    fn touch_members(&mut self, node: &Arc<str>, set: u32) {
+    pub(super) fn touch_members(&mut self, node: &Arc<str>, set: u32) {
         if self.touched.is_quiet() {
             return;
         }
@@ -428,7 +426,7 @@ impl Graph {
     }
 
     /// Everybody who is told of this peer, or would be if it had an address.
-    fn touch_holders(&mut self, id: u32) {
+    pub(super) fn touch_holders(&mut self, id: u32) {
         let Some(peer) = self.peers.get(id).filter(|_| !self.touched.is_quiet()) else {
             return;
         };
@@ -439,254 +437,6 @@ impl Graph {
         }
         for node in nodes {
             self.touch_peer(&node, id);
-        }
-    }
-
-    // ---- namespaces ----
-
-    pub(super) fn put_namespace(&mut self, name: &str, labels: Option<Labels>) {
-        let namespace = self.namespaces.entry(name.to_owned()).or_default();
-        if namespace.labels != labels {
-            namespace.labels = labels;
-            for set in self.choosing_sets.clone() {
-                self.choose(set, name);
-            }
-        }
-        self.tidy_namespace(name);
-    }
-
-    /// Lets a set look into a namespace, or look away, as its labels want.
-    fn choose(&mut self, set: u32, name: &str) {
-        let Some(namespace) = self.namespaces.get_mut(name) else {
-            return;
-        };
-        let labels = namespace.labels.as_ref();
-        let wanted = match self.sets.get(set).map(|set| &set.of) {
-            Some(Members::Pods {
-                namespaces: Namespaces::Matching(selector),
-                ..
-            }) => labels.is_some_and(|labels| selector.matches(labels)),
-            _ => return,
-        };
-        let changed = if wanted {
-            namespace.sets.insert(set)
-        } else {
-            namespace.sets.remove(&set)
-        };
-        if !changed {
-            return;
-        }
-        for id in namespace.pods.clone() {
-            let Some(peer) = self.peers.get(id) else {
-                continue;
-            };
-            if wanted && self.selects(set, peer) {
-                self.join(id, set);
-            } else if !wanted && peer.sets.contains(&set) {
-                self.leave(id, set);
-            }
-        }
-    }
-
-    fn tidy_namespace(&mut self, name: &str) {
-        let empty = |n: &Namespace| n.labels.is_none() && n.pods.is_empty() && n.sets.is_empty();
-        if self.namespaces.get(name).is_some_and(empty) {
-            self.namespaces.remove(name);
-        }
-    }
-
-    // ---- sets ----
-
-    /// The set of a selector, made when nobody has it yet. Counts as one use.
-    fn acquire(&mut self, of: &Members) -> u32 {
-        let id = of.id();
-        if let Some(&set) = self.set_ids.get(&id) {
-            if let Some(entry) = self.sets.get_mut(set) {
-                entry.users += 1;
-            }
-            return set;
-        }
-        let set = self.sets.insert(Set {
-            id,
-            of: of.clone(),
-            members: BTreeSet::new(),
-            nodes: BTreeSet::new(),
-            subjects: BTreeSet::new(),
-            users: 1,
-        });
-        self.set_ids.insert(id, set);
-        match of {
-            Members::Nodes(_) => {
-                self.node_sets.insert(set);
-                for peer in self.node_peers.clone() {
-                    if self.peers.get(peer).is_some_and(|p| self.selects(set, p)) {
-                        self.join(peer, set);
-                    }
-                }
-            }
-            Members::Pods {
-                namespaces: Namespaces::One(name),
-                ..
-            } => {
-                let namespace = self.namespaces.entry(name.clone()).or_default();
-                namespace.sets.insert(set);
-                for pod in namespace.pods.clone() {
-                    if self.peers.get(pod).is_some_and(|p| self.selects(set, p)) {
-                        self.join(pod, set);
-                    }
-                }
-            }
-            Members::Pods { .. } => {
-                self.choosing_sets.insert(set);
-                let names: Vec<String> = self.namespaces.keys().cloned().collect();
-                for name in names {
-                    self.choose(set, &name);
-                }
-            }
-        }
-        set
-    }
-
-    /// Gives one use back. Nobody refers to a set without users.
-    fn release(&mut self, set: u32) {
-        let Some(entry) = self.sets.get_mut(set) else {
-            return;
-        };
-        entry.users -= 1;
-        if entry.users > 0 {
-            return;
-        }
-        let Some(entry) = self.sets.remove(set) else {
-            return;
-        };
-        self.set_ids.remove(&entry.id);
-        self.choosing_sets.remove(&set);
-        self.node_sets.remove(&set);
-        for id in entry.members {
-            if let Some(peer) = self.peers.get_mut(id) {
-                peer.sets.remove(&set);
-            }
-        }
-        match entry.of {
-            Members::Nodes(_) => {}
-            Members::Pods {
-                namespaces: Namespaces::One(name),
-                ..
-            } => {
-                if let Some(namespace) = self.namespaces.get_mut(&name) {
-                    namespace.sets.remove(&set);
-                }
-                self.tidy_namespace(&name);
-            }
-            Members::Pods { .. } => {
-                for namespace in self.namespaces.values_mut() {
-                    namespace.sets.remove(&set);
-                }
-            }
-        }
-    }
-
-    // ---- policies ----
-
-    pub(super) fn put_policy(&mut self, name: &Name, translated: Option<Translated>) {
-        let known = self.policy_ids.get(name).copied();
-        match (known, translated) {
-            (None, None) => {}
-            (Some(id), None) => self.drop_policy(id, name),
-            (known, Some(translated)) => {
-                let id = known.unwrap_or_else(|| self.add_policy(name));
-                let current = self.policies.get(id);
-                if known.is_none() || current.is_some_and(|p| p.translated != translated) {
-                    self.change_policy(id, translated);
-                }
-            }
-        }
-    }
-
-    fn add_policy(&mut self, name: &Name) -> u32 {
-        let id = self.policies.insert(Policy {
-            name: name.clone(),
-            translated: Translated::default(),
-            bytes: Bytes::new(),
-            version: 0,
-            subject: None,
-            sets: BTreeSet::new(),
-            nodes: BTreeMap::new(),
-        });
-        self.policy_ids.insert(name.clone(), id);
-        id
-    }
-
-    fn change_policy(&mut self, id: u32, translated: Translated) {
-        let sets: BTreeSet<u32> = translated.sets.values().map(|s| self.acquire(s)).collect();
-        let subject = translated.subject.as_ref().map(|of| self.acquire(of));
-        let version = self.version();
-        let Some(policy) = self.policies.get(id) else {
-            return;
-        };
-        let nodes: Vec<Arc<str>> = policy.nodes.keys().cloned().collect();
-        let (old_sets, old_subject) = (policy.sets.clone(), policy.subject);
-        for node in &nodes {
-            self.touch_policy(node, id);
-            for set in sets.difference(&old_sets) {
-                self.refer(node, *set);
-            }
-            for set in old_sets.difference(&sets) {
-                self.unrefer(node, *set);
-            }
-        }
-        if let Some(policy) = self.policies.get_mut(id) {
-            let bytes = encode(object::Kind::Policy(translated.message.clone()));
-            if policy.bytes != bytes {
-                policy.bytes = bytes;
-                policy.version = version;
-            }
-            policy.translated = translated;
-            policy.sets = sets;
-            policy.subject = subject;
-        }
-        self.change_subject(id, old_subject, subject);
-        for set in old_sets.into_iter().chain(old_subject) {
-            self.release(set);
-        }
-    }
-
-    fn change_subject(&mut self, policy: u32, from: Option<u32>, to: Option<u32>) {
-        if from == to {
-            return;
-        }
-        let mut members = |set: Option<u32>, applies: bool| {
-            let entry = set.and_then(|set| self.sets.get_mut(set));
-            let Some(entry) = entry else {
-                return BTreeSet::new();
-            };
-            if applies {
-                entry.subjects.insert(policy);
-            } else {
-                entry.subjects.remove(&policy);
-            }
-            entry.members.clone()
-        };
-        let (old, new) = (members(from, false), members(to, true));
-        for id in new.difference(&old) {
-            self.select(policy, *id);
-        }
-        for id in old.difference(&new) {
-            self.deselect(policy, *id);
-        }
-    }
-
-    fn drop_policy(&mut self, id: u32, name: &Name) {
-        let Some(policy) = self.policies.get(id) else {
-            return;
-        };
-        let (subject, sets) = (policy.subject, policy.sets.clone());
-        self.change_subject(id, subject, None);
-        self.policy_ids.remove(name);
-        self.policies.remove(id);
-        self.touched.policy_left(id, name);
-        for set in sets.into_iter().chain(subject) {
-            self.release(set);
         }
     }
 }

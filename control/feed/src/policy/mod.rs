@@ -5,11 +5,13 @@
 //! namespace, each node counts why it holds what it holds, and a change visits what it concerns.
 
 mod address;
+mod changes;
 mod graph;
 mod peers;
 mod rules;
 mod selector;
 mod sending;
+mod sets;
 mod slab;
 #[cfg(test)]
 mod tests;

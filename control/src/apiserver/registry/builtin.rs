@@ -359,6 +359,15 @@ fn policy_and_scaling() -> Vec<ResourceDef> {
         .short(&["pdb"])
         .generation()
         .status(),
+        cluster(
+            "policy.networking.k8s.io",
+            "v1alpha2",
+            "ClusterNetworkPolicy",
+            "clusternetworkpolicies",
+        )
+        .short(&["cnp"])
+        .generation()
+        .status(),
     ]
 }
 

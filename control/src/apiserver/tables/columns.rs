@@ -74,7 +74,9 @@ pub(super) fn of(gvk: Gvk<'_>) -> Vec<Column> {
     match (gvk.group, gvk.kind) {
         ("", kind) => core(kind),
         ("apps" | "batch", kind) => workloads(kind),
-        ("discovery.k8s.io" | "networking.k8s.io", kind) => network(kind),
+        ("discovery.k8s.io" | "networking.k8s.io" | "policy.networking.k8s.io", kind) => {
+            network(kind)
+        }
         (group, kind) => others(group, kind),
     }
     .unwrap_or_else(|| vec![NAME, CREATED])
@@ -243,6 +245,7 @@ fn network(kind: &str) -> Option<Vec<Column>> {
         ],
         "IngressClass" => vec![NAME, text("Controller"), text("Parameters"), AGE],
         "NetworkPolicy" => vec![NAME, text("Pod-Selector"), AGE],
+        "ClusterNetworkPolicy" => vec![NAME, text("Tier"), text("Priority"), AGE],
         "IPAddress" => vec![NAME, text("ParentRef"), AGE],
         "ServiceCIDR" => vec![NAME, text("CIDRs"), AGE],
         _ => return None,

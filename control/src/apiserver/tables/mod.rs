@@ -43,7 +43,9 @@ pub fn cells(gvk: Gvk<'_>, object: &Value, now: Timestamp) -> Vec<Value> {
         ("apps" | "batch", kind) => workloads::cells(kind, &row),
         ("", "ReplicationController" | "PodTemplate") => workloads::cells(gvk.kind, &row),
         ("", "Service" | "Endpoints") => network::cells(gvk.kind, &row),
-        ("discovery.k8s.io" | "networking.k8s.io", kind) => network::cells(kind, &row),
+        ("discovery.k8s.io" | "networking.k8s.io" | "policy.networking.k8s.io", kind) => {
+            network::cells(kind, &row)
+        }
         (group, kind) => cluster::cells(group, kind, &row),
     };
     own.unwrap_or_else(|| {

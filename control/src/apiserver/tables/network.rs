@@ -24,6 +24,15 @@ pub(super) fn cells(kind: &str, row: &Row<'_>) -> Option<Vec<Value>> {
             selector_or_none(row.at("/spec/podSelector")),
             row.age(),
         ],
+        "ClusterNetworkPolicy" => vec![
+            row.name(),
+            row.text("/spec/tier").into(),
+            row.at("/spec/priority")
+                .map(ToString::to_string)
+                .unwrap_or_default()
+                .into(),
+            row.age(),
+        ],
         "IPAddress" => vec![row.name(), parent(row).into(), row.age()],
         "ServiceCIDR" => vec![
             row.name(),

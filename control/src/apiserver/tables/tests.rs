@@ -133,6 +133,11 @@ fn workloads_and_configuration() {
         row("networking.k8s.io", "NetworkPolicy", expressions)[1],
         "!a,b in (1,2)"
     );
+    let policy = json!({"spec": {"tier": "Admin", "priority": 0}});
+    assert_eq!(
+        row("policy.networking.k8s.io", "ClusterNetworkPolicy", policy),
+        ["x", "Admin", "0", "45s"]
+    );
 }
 
 #[test]

@@ -81,6 +81,10 @@ impl<'a> At<'a> {
         }
     }
 
+    pub(super) fn path(&self) -> &str {
+        &self.path
+    }
+
     pub(super) fn value(&self) -> Option<&'a Value> {
         self.value
     }
@@ -171,6 +175,14 @@ impl<'a> At<'a> {
         self.report(
             "FieldValueTooLong",
             format!("Too long: may not be more than {limit} bytes"),
+        );
+    }
+
+    pub(super) fn too_many(&self, count: usize, limit: usize) {
+        let noun = if limit == 1 { "item" } else { "items" };
+        self.report(
+            "FieldValueTooMany",
+            format!("Too many: {count}: must have at most {limit} {noun}"),
         );
     }
 

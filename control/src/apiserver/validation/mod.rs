@@ -9,6 +9,7 @@ mod cron;
 mod cursor;
 mod metadata;
 mod names;
+mod network_policy;
 mod pod;
 mod policy;
 mod service;
@@ -26,7 +27,7 @@ use cursor::At;
 pub fn validate_create(gvk: Gvk<'_>, object: &Value) -> Vec<Cause> {
     let root = At::root(object);
     metadata::create(gvk, &root.get("metadata"));
-    object_rules(gvk, &root);
+    object_rules(gvk, &root, None);
     root.into_causes()
 }
 
@@ -36,7 +37,7 @@ pub fn validate_update(gvk: Gvk<'_>, new: &Value, old: &Value) -> Vec<Cause> {
     let root = At::root(new);
     let before = At::root(old);
     metadata::update(&root.get("metadata"), &before.get("metadata"));
-    object_rules(gvk, &root);
+    object_rules(gvk, &root, Some(&before));
     match (gvk.group, gvk.kind) {
         ("", "Pod") => pod::update(&root.get("spec"), &before.get("spec")),
         ("", "Service") => service::service_update(&root, &before),
@@ -79,8 +80,12 @@ pub fn validate_status_update(gvk: Gvk<'_>, new: &Value, old: &Value) -> Vec<Cau
             status.get(counter).non_negative();
         }
     }
-    if (gvk.group, gvk.kind) == ("", "Service") {
-        service::service_status(&root);
+    match (gvk.group, gvk.kind) {
+        ("", "Service") => service::service_status(&root),
+        ("policy.networking.k8s.io", "ClusterNetworkPolicy") => {
+            network_policy::conditions(&status.get("conditions"));
+        }
+        _ => {}
     }
     if (gvk.group, gvk.kind) == ("", "Pod") {
         status
@@ -90,7 +95,8 @@ pub fn validate_status_update(gvk: Gvk<'_>, new: &Value, old: &Value) -> Vec<Cau
     root.into_causes()
 }
 
-fn object_rules(gvk: Gvk<'_>, root: &At<'_>) {
+/// `old` is what the object replaces, for rules that leave alone what was there before.
+fn object_rules(gvk: Gvk<'_>, root: &At<'_>, old: Option<&At<'_>>) {
     match (gvk.group, gvk.kind) {
         ("", kind) => core_rules(kind, root),
         ("apps", "Deployment") => workloads::deployment(root),
@@ -107,7 +113,10 @@ fn object_rules(gvk: Gvk<'_>, root: &At<'_>) {
         ("rbac.authorization.k8s.io", "ClusterRoleBinding") => policy::role_binding(root, false),
         ("policy", "PodDisruptionBudget") => policy::disruption_budget(root),
         ("autoscaling", "HorizontalPodAutoscaler") => policy::autoscaler(root),
-        ("networking.k8s.io", "NetworkPolicy") => policy::network_policy(root),
+        ("networking.k8s.io", "NetworkPolicy") => network_policy::network_policy(root, old),
+        ("policy.networking.k8s.io", "ClusterNetworkPolicy") => {
+            network_policy::cluster_network_policy(root);
+        }
         ("networking.k8s.io", "Ingress") => policy::ingress(root),
         ("scheduling.k8s.io", "PriorityClass") => policy::priority_class(root),
         ("storage.k8s.io", "StorageClass") => policy::storage_class(root),

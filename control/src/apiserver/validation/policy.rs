@@ -1,8 +1,7 @@
-//! The smaller kinds: access, budgets, scaling, network policy, classes, nodes, quotas.
+//! The smaller kinds: access, budgets, scaling, classes, nodes, quotas.
 
 use ipnetwork::IpNetwork;
 
-use super::container::{PROTOCOLS, port_or_name};
 use super::cursor::At;
 use super::metadata::label_selector;
 use super::names;
@@ -106,65 +105,6 @@ pub(super) fn autoscaler(root: &At<'_>) {
     }
     spec.get("scaleTargetRef").get("kind").needed();
     spec.get("scaleTargetRef").get("name").needed();
-}
-
-pub(super) fn network_policy(root: &At<'_>) {
-    let spec = root.get("spec");
-    label_selector(&spec.get("podSelector"));
-    for (rules, peers) in [("ingress", "from"), ("egress", "to")] {
-        for rule in spec.get(rules).items() {
-            rule.get("ports").items().iter().for_each(policy_port);
-            rule.get(peers).items().iter().for_each(policy_peer);
-        }
-    }
-    for kind in spec.get("policyTypes").items() {
-        kind.one_of(&["Egress", "Ingress"]);
-    }
-}
-
-fn policy_port(port: &At<'_>) {
-    port.get("protocol").one_of(PROTOCOLS);
-    let (first, last) = (port.get("port"), port.get("endPort"));
-    if first.exists() {
-        port_or_name(&first);
-    }
-    if let Some(end) = last.int() {
-        match first.int() {
-            Some(start) if start > end => last.invalid("must be greater than or equal to `port`"),
-            Some(_) => last.port(),
-            None => {
-                last.invalid("may not be specified when `port` is non-numeric or not specified")
-            }
-        }
-    }
-}
-
-fn policy_peer(peer: &At<'_>) {
-    let block = peer.get("ipBlock");
-    let selected = peer.get("podSelector").exists() || peer.get("namespaceSelector").exists();
-    label_selector(&peer.get("podSelector"));
-    label_selector(&peer.get("namespaceSelector"));
-    match (block.exists(), selected) {
-        (false, false) => peer.required("must specify a peer"),
-        (true, true) => peer.forbidden("may not specify both ipBlock and another peer"),
-        _ => {}
-    }
-    if !block.exists() {
-        return;
-    }
-    let cidr = block.get("cidr");
-    if !cidr.needed() {
-        return;
-    }
-    let Some(outer) = network(&cidr) else { return };
-    for except in block.get("except").items() {
-        let Some(inner) = network(&except) else {
-            continue;
-        };
-        if !(outer.contains(inner.ip()) && inner.prefix() > outer.prefix()) {
-            except.invalid("must be a strict subset of `cidr`");
-        }
-    }
 }
 
 fn network(at: &At<'_>) -> Option<IpNetwork> {

@@ -391,3 +391,5 @@ fn values_of_any_shape_do_not_panic() {
         }
     }
 }
+
+mod network_policy;

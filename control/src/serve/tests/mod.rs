@@ -1,6 +1,7 @@
 //! The feed over real gRPC with mutual TLS on loopback, against an API in memory.
 
 mod fake;
+mod policies;
 
 use std::net::SocketAddr;
 use std::sync::Arc;
