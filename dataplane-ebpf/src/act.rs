@@ -66,7 +66,9 @@ pub(crate) fn carry_out<A: Wire>(
         Action::Network => to_network(context, parsed, &mut way),
         Action::Overlay => to_backend_node(),
         // Whoever asked for a decision takes these to the next program.
-        Action::Open | Action::Relate | Action::Park => drop_packet(DropReason::ProgramMissing),
+        Action::Open | Action::Relate | Action::Park | Action::Judge => {
+            drop_packet(DropReason::ProgramMissing)
+        }
     }
 }
 

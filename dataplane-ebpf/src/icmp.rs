@@ -97,6 +97,11 @@ where
         }
         return go_on(context, opener);
     }
+    // The node's own messages reach its pods.
+    if related.unsettled != 0 && hook != Hook::Stack {
+        pending.scratch.set_flow(&related.flow);
+        return go_on(context, A::JUDGE);
+    }
     let decision = path::deliver_error(&mut MapTables, hook, &message, &related);
     if related.changes != 0 {
         count_event(Event::TranslatedError);

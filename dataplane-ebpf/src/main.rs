@@ -57,15 +57,23 @@ pub fn from_pod_v6(context: TcContext) -> i32 {
     run_from_pod::<V6>(&context, tail::OPEN_V6)
 }
 
-/// Egress of the host side of a pod's link: packets of the node's own stack.
+/// Egress of the host side of a pod's link: packets of the node's own stack, and what it forwards from links that have no
+/// program.
 #[classifier]
 #[inline(always)]
 pub fn to_pod(context: TcContext) -> i32 {
     match packet::ether_type(&context) {
-        IPV4 => run_from_stack::<V4>(&context),
-        IPV6 => run_from_stack::<V6>(&context),
+        IPV4 => run_to_pod::<V4>(&context, tail::OPEN_V4),
+        IPV6 => go_on(&context, tail::TO_POD_V6),
         _ => PASS,
     }
+}
+
+/// The IPv6 half of `to_pod`.
+#[classifier]
+#[inline(always)]
+pub fn to_pod_v6(context: TcContext) -> i32 {
+    run_to_pod::<V6>(&context, tail::OPEN_V6)
 }
 
 /// Ingress of an uplink.
@@ -186,6 +194,20 @@ pub fn relate_v6(context: TcContext) -> i32 {
     icmp::run::<V6>(&context, tail::OPEN_V6, tail::ACT_V6)
 }
 
+/// Tail of the hooks, for IPv4 packets of flows that the policies have to be asked about again, or that they deny.
+#[classifier]
+#[inline(always)]
+pub fn judge_v4(context: TcContext) -> i32 {
+    run_judge::<V4>(&context, tail::OPEN_V4, tail::ACT_V4)
+}
+
+/// As `judge_v4`, for IPv6.
+#[classifier]
+#[inline(always)]
+pub fn judge_v6(context: TcContext) -> i32 {
+    run_judge::<V6>(&context, tail::OPEN_V6, tail::ACT_V6)
+}
+
 /// Ingress of the near side of the link to user space: fragments that have waited for the first of their datagram.
 #[classifier]
 #[inline(always)]
@@ -238,6 +260,9 @@ fn finish<A: Wire + Handed>(
     if decision.action == Action::Relate {
         return hand_on(context, parsed, hook, A::RELATE);
     }
+    if decision.action == Action::Judge {
+        return hand_on(context, parsed, hook, A::JUDGE);
+    }
     act::carry_out(context, parsed, decision, hook == Hook::Own)
 }
 
@@ -288,7 +313,7 @@ where
 }
 
 #[inline(always)]
-fn run_from_stack<A: LinkAddress + Wire + Handed>(context: &TcContext) -> i32
+fn run_to_pod<A: LinkAddress + Wire + Handed>(context: &TcContext, opener: u32) -> i32
 where
     MapTables: dataplane_common::Tables<A>,
 {
@@ -296,12 +321,23 @@ where
     if !parsed.valid {
         return drop_packet(DropReason::Malformed);
     }
-    complete_fragment(context, &mut parsed, Hook::Stack);
-    let decision = path::from_stack(&mut MapTables, &parsed.packet);
-    if decision.action == Action::Relate {
-        return hand_on(context, &parsed, Hook::Stack, A::RELATE);
+    let hook = if packet::came_in_by(context) == 0 {
+        Hook::Stack
+    } else {
+        Hook::Forward
+    };
+    complete_fragment(context, &mut parsed, hook);
+    let decision = if hook == Hook::Stack {
+        path::from_stack(&mut MapTables, &parsed.packet)
+    } else {
+        path::to_pod(&mut MapTables, &parsed.packet)
+    };
+    match decision.action {
+        Action::Open => hand_on(context, &parsed, hook, opener),
+        Action::Relate => hand_on(context, &parsed, hook, A::RELATE),
+        Action::Judge => hand_on(context, &parsed, hook, A::JUDGE),
+        _ => act::carry_out_in_place(context, &parsed, &decision),
     }
-    act::carry_out_in_place(context, &parsed, &decision)
 }
 
 #[inline(always)]
@@ -408,6 +444,7 @@ where
     match pending.decision.action {
         Action::Open => go_on(context, opener),
         Action::Relate => go_on(context, A::RELATE),
+        Action::Judge => go_on(context, A::JUDGE),
         Action::Stack if pending.decision.translation == Translation::None => PASS,
         // Both families are read in one program: there is no room to act in.
         _ => go_on(context, actor),
@@ -433,6 +470,28 @@ where
 }
 
 #[inline(always)]
+fn run_judge<A: LinkAddress + Wire + Handed>(context: &TcContext, opener: u32, actor: u32) -> i32
+where
+    MapTables: dataplane_common::Tables<A>,
+{
+    let Some(pending) = A::pending() else {
+        return drop_packet(DropReason::ProgramMissing);
+    };
+    let hook = Hook::from_number(pending.hook);
+    pending.decision = path::settle(
+        &mut MapTables,
+        hook,
+        &pending.parsed.packet,
+        &mut pending.scratch,
+    );
+    match pending.decision.action {
+        Action::Open => go_on(context, opener),
+        Action::Relate => go_on(context, A::RELATE),
+        _ => go_on(context, actor),
+    }
+}
+
+#[inline(always)]
 fn run_act<A: Wire + Handed>(context: &TcContext) -> i32 {
     let Some(pending) = A::pending() else {
         return drop_packet(DropReason::ProgramMissing);
@@ -441,7 +500,9 @@ fn run_act<A: Wire + Handed>(context: &TcContext) -> i32 {
         return park::hand_over(context, pending.hook, pending.decision.ifindex);
     }
     // On their way out of a link, all of them.
-    let own = pending.hook == Hook::Own as u32 || pending.hook == Hook::Stack as u32;
+    let own = pending.hook == Hook::Own as u32
+        || pending.hook == Hook::Stack as u32
+        || pending.hook == Hook::Forward as u32;
     act::carry_out(context, &pending.parsed, &pending.decision, own)
 }
 

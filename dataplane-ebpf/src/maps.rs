@@ -66,8 +66,9 @@ static PENDING_V6: PerCpuArray<Pending<V6>> = PerCpuArray::pinned(1, 0);
 
 /// Families whose packets can be handed to another program.
 pub(crate) trait Handed: Sized {
-    /// Place of the program for ICMP errors.
+    /// Place of the program for ICMP errors, and of the one that asks the policies again.
     const RELATE: u32;
+    const JUDGE: u32;
 
     /// This CPU's place for a packet.
     fn pending() -> Option<&'static mut Pending<Self>>;
@@ -75,6 +76,7 @@ pub(crate) trait Handed: Sized {
 
 impl Handed for V4 {
     const RELATE: u32 = tail::RELATE_V4;
+    const JUDGE: u32 = tail::JUDGE_V4;
 
     #[inline(always)]
     fn pending() -> Option<&'static mut Pending<Self>> {
@@ -87,6 +89,7 @@ impl Handed for V4 {
 
 impl Handed for V6 {
     const RELATE: u32 = tail::RELATE_V6;
+    const JUDGE: u32 = tail::JUDGE_V6;
 
     #[inline(always)]
     fn pending() -> Option<&'static mut Pending<Self>> {

@@ -1,14 +1,15 @@
 //! Maps of policies, the tables that judgements read in them, and the ring of drop events.
 
 use aya_ebpf::bindings::BPF_F_NO_PREALLOC;
+use aya_ebpf::helpers::bpf_ktime_get_ns;
 use aya_ebpf::macros::map;
 use aya_ebpf::maps::lpm_trie::Key;
 use aya_ebpf::maps::{Array, HashMap, LpmTrie, PerCpuArray, RingBuf};
 use dataplane_common::layout::{
     Endpoint, IDENTITY_ANY, PodPolicy, PolicyRule, PolicyRuleKey, PolicyState, RULE_BITS_ONE_PORT,
 };
-use dataplane_common::policy::event::{RING_BYTES, Sampler};
-use dataplane_common::policy::{PolicyRules, PolicyTables};
+use dataplane_common::policy::event::{DropEvent, RING_BYTES, Sampler, Told};
+use dataplane_common::policy::{Ends, PolicyRules, PolicyTables, Verdict};
 use dataplane_common::{Port, V4, V6};
 
 use crate::maps::{MapTables, Opening, v4, v6};
@@ -32,9 +33,9 @@ static IDENTITIES_V6: LpmTrie<V6, u32> = LpmTrie::pinned(IDENTITIES, BPF_F_NO_PR
 
 /// Some of the packets that policies drop.
 #[map(name = "drop_events")]
-pub(crate) static DROP_EVENTS: RingBuf = RingBuf::pinned(RING_BYTES, 0);
+static DROP_EVENTS: RingBuf = RingBuf::pinned(RING_BYTES, 0);
 #[map(name = "drop_sampler")]
-pub(crate) static SAMPLER: PerCpuArray<Sampler> = PerCpuArray::pinned(1, 0);
+static SAMPLER: PerCpuArray<Sampler> = PerCpuArray::pinned(1, 0);
 
 /// What [`LpmTrie`] holds of a [`PolicyRuleKey`], after the prefix length.
 #[repr(C)]
@@ -71,6 +72,33 @@ fn generation() -> u32 {
         Some(state) => state.generation,
         None => 0,
     }
+}
+
+/// Tells user space of a dropped packet, unless it was told of enough.
+#[inline(always)]
+fn tell<A: Told>(ends: &Ends<A>, source_port: Port, verdict: &Verdict) {
+    let Some(sampler) = SAMPLER.get_ptr_mut(0) else {
+        return;
+    };
+    // SAFETY: this CPU's own value; programs of one hook do not interrupt one another.
+    let sampler = unsafe { &mut *sampler };
+    // SAFETY: the helper takes nothing and cannot fail.
+    let now_ms = (unsafe { bpf_ktime_get_ns() } / 1_000_000) as u32;
+    if !sampler.take(now_ms) {
+        return;
+    }
+    let Some(mut entry) = DROP_EVENTS.reserve::<DropEvent>(0) else {
+        sampler.lost();
+        return;
+    };
+    entry.write(DropEvent::new(
+        ends,
+        source_port,
+        verdict,
+        generation(),
+        sampler.report_missed(),
+    ));
+    entry.submit(0);
 }
 
 macro_rules! policy_tables {
@@ -110,6 +138,11 @@ macro_rules! policy_tables {
             #[inline(always)]
             fn policy_generation(&mut self) -> u32 {
                 generation()
+            }
+
+            #[inline(always)]
+            fn denied(&mut self, ends: &Ends<$family>, source_port: Port, verdict: &Verdict) {
+                tell(ends, source_port, verdict);
             }
         }
     };

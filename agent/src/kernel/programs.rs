@@ -61,11 +61,14 @@ pub enum Program {
     ActV6,
     RelateV4,
     RelateV6,
+    JudgeV4,
+    JudgeV6,
+    ToPodV6,
     Refuse,
 }
 
 impl Program {
-    pub const ALL: [Self; 18] = [
+    pub const ALL: [Self; 21] = [
         Self::FromPod,
         Self::ToPod,
         Self::FromNetwork,
@@ -83,6 +86,9 @@ impl Program {
         Self::ActV6,
         Self::RelateV4,
         Self::RelateV6,
+        Self::JudgeV4,
+        Self::JudgeV6,
+        Self::ToPodV6,
         Self::Refuse,
     ];
 
@@ -107,6 +113,9 @@ impl Program {
             Self::ActV6 => "act_v6",
             Self::RelateV4 => "relate_v4",
             Self::RelateV6 => "relate_v6",
+            Self::JudgeV4 => "judge_v4",
+            Self::JudgeV6 => "judge_v6",
+            Self::ToPodV6 => "to_pod_v6",
             Self::Refuse => "refuse",
         }
     }
@@ -131,6 +140,9 @@ impl Program {
             Self::ActV6 => Some(tail::ACT_V6),
             Self::RelateV4 => Some(tail::RELATE_V4),
             Self::RelateV6 => Some(tail::RELATE_V6),
+            Self::JudgeV4 => Some(tail::JUDGE_V4),
+            Self::JudgeV6 => Some(tail::JUDGE_V6),
+            Self::ToPodV6 => Some(tail::TO_POD_V6),
             Self::Refuse => Some(tail::REFUSE),
         }
     }

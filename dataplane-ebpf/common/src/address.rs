@@ -21,6 +21,9 @@ pub trait Family: Copy + Eq + Hash + Ord + Default + Debug + 'static {
     /// Valid on one link only, a group, or unspecified: such packets belong to the stack, never to a fast path.
     fn is_link_scope(&self) -> bool;
 
+    /// Not led on to another link by any router, this node's own stack included.
+    fn stays_on_link(&self) -> bool;
+
     /// Stays inside one network stack.
     fn is_loopback(&self) -> bool;
 }
@@ -89,6 +92,13 @@ impl V6 {
 
 impl Family for V4 {
     #[inline(always)]
+    fn stays_on_link(&self) -> bool {
+        let address = u32::from_be(self.0);
+        // 224/4, the broadcast address, 0/8. Link-local addresses and those of class E are routed like others.
+        address & 0xf000_0000 == 0xe000_0000 || address == u32::MAX || address < 0x0100_0000
+    }
+
+    #[inline(always)]
     fn is_loopback(&self) -> bool {
         u32::from_be(self.0) >> 24 == 127
     }
@@ -109,6 +119,11 @@ impl Family for V4 {
 }
 
 impl Family for V6 {
+    #[inline(always)]
+    fn stays_on_link(&self) -> bool {
+        self.is_link_scope()
+    }
+
     #[inline(always)]
     fn is_loopback(&self) -> bool {
         (self.0[0] | self.0[1] | self.0[2]) == 0 && u32::from_be(self.0[3]) == 1

@@ -23,6 +23,14 @@ pub struct Scratch<A> {
     other: FlowKey<A>,
 }
 
+impl<A: Family> Scratch<A> {
+    /// Names the flow that an ICMP error is about.
+    #[inline(always)]
+    pub fn set_flow(&mut self, key: &FlowKey<A>) {
+        self.key = *key;
+    }
+}
+
 /// Enters both halves: first the reply, which finds collisions, then the record. Never leaves one without the other.
 #[inline(always)]
 pub(crate) fn enter<A: Family, T: Tables<A>>(

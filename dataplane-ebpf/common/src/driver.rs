@@ -19,7 +19,7 @@ pub fn at_driver<A: Family, T: Tables<A>>(tables: &mut T, packet: &Packet<A>) ->
         return left;
     }
     let known = known_flow_answers_first(tables, packet);
-    if known.found == 0 || known.translation == Translation::None {
+    if known.found == 0 || known.unsettled != 0 || known.translation == Translation::None {
         return left;
     }
     if let Some(endpoint) = tables.endpoint(&known.destination)

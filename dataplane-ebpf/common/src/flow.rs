@@ -3,6 +3,7 @@
 use crate::address::{Family, SCTP, TCP};
 use crate::layout::{FLOW_DSR, FLOW_SERVICE, Flow, FlowKey, backend_state};
 use crate::packet::{Packet, tcp};
+use crate::policy::verdict;
 
 /// Idle seconds after which a flow is over.
 pub mod timeout {
@@ -187,6 +188,13 @@ impl<A: Family> Flow<A> {
         let abandoned =
             self.flags & FLOW_SERVICE != 0 && !self.is_connection() && self.is_orphaned(state);
         abandoned || self.is_expired(now_s, pressure)
+    }
+
+    /// The policies allow it, as they are at this generation: its packets need not ask again.
+    #[inline(always)]
+    #[must_use]
+    pub fn is_settled(&self, generation: u32) -> bool {
+        self.policy_generation == generation && self.policy_verdict & verdict::DENIED == 0
     }
 
     /// Whether a client's packet may use this flow. `state` is the present word of the flow's backend id.

@@ -73,6 +73,10 @@ pub struct Related<A> {
     pub quoted_destination: A,
     pub quoted_source_port: Port,
     pub quoted_destination_port: Port,
+    /// One when the policies have to be asked about the flow: see [`crate::path::settle`].
+    pub unsettled: u32,
+    /// Key of the flow.
+    pub flow: FlowKey<A>,
 }
 
 /// Finds the flow that an error is about. `message` is the error, `quoted` the packet in it. Errors never keep a flow
@@ -92,7 +96,10 @@ pub fn relate<A: Family, T: Tables<A>>(
         quoted_destination: quoted.destination,
         quoted_source_port: quoted.source_port,
         quoted_destination_port: quoted.destination_port,
+        unsettled: 0,
+        flow: quoted.key(),
     };
+    let generation = tables.policy_generation();
     // An error goes to the sender of what it is about.
     if !quoted.has_ports() || quoted.source != message.destination {
         return related;
@@ -100,17 +107,21 @@ pub fn relate<A: Family, T: Tables<A>>(
     let answer = quoted.key().reversed();
     if let Some(original) = tables.reply(&answer) {
         let original = *original;
-        let whole = match tables.flow(&original) {
-            Some(flow) => flow.reply_key() == answer,
-            None => false,
+        let (whole, settled) = match tables.flow(&original) {
+            Some(flow) => (flow.reply_key() == answer, flow.is_settled(generation)),
+            None => (false, false),
         };
         if whole {
             related.be(Translation::Reply, message, quoted, &original);
+            related.unsettled = !settled as u32;
+            related.flow = original;
             return related;
         }
     }
     if let Some(flow) = tables.flow(&answer) {
         let to_client = flow.reply_key();
+        related.unsettled = !flow.is_settled(generation) as u32;
+        related.flow = answer;
         related.be(Translation::Forward, message, quoted, &to_client);
     }
     related

@@ -34,9 +34,9 @@ pub struct Flow<A> {
     /// State word of the backend when the flow was made; another generation there means that it is gone.
     pub backend_state: u32,
     pub service_id: u32,
-    /// Generation of the policy that judged this flow; zero while no policy selects either end.
+    /// [`PolicyState::generation`] when the policies were asked about this flow.
     pub policy_generation: u32,
-    /// Verdict and rule of that policy.
+    /// What they said, see [`crate::policy::verdict`].
     pub policy_verdict: u32,
     /// Seconds of the monotonic clock, as all times here.
     pub created_s: u32,
@@ -58,7 +58,7 @@ pub const FLOW_SERVICE: u32 = 1;
 pub const FLOW_PLAIN: u32 = 2;
 /// The source became the node's address.
 pub const FLOW_MASQUERADED: u32 = 4;
-/// Opened by a client outside the node.
+/// Opened by a packet from another machine.
 pub const FLOW_INBOUND: u32 = 8;
 /// Its packets go unchanged through the overlay to the backend's node, which answers the client itself.
 pub const FLOW_DSR: u32 = 16;

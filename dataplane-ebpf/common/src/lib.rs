@@ -63,6 +63,11 @@ pub mod tail {
     pub const RELATE_V6: u32 = 8;
     /// The IPv6 half of the hook on the overlay's device.
     pub const FROM_OVERLAY_V6: u32 = 9;
+    /// Packets of flows that the policies have to be asked about again, or that they deny.
+    pub const JUDGE_V4: u32 = 10;
+    pub const JUDGE_V6: u32 = 11;
+    /// The IPv6 half of the hook into pods.
+    pub const TO_POD_V6: u32 = 12;
     /// How many places there are.
     pub const COUNT: u32 = 32;
 }

@@ -13,6 +13,7 @@ use crate::layout::{
 use crate::overlay;
 use crate::packet::{Action, Decision, LATER_FRAGMENT, Packet, tcp};
 use crate::path::{Hook, Translated, deliver};
+use crate::policy::{Ends, Verdict, judge, verdict};
 use crate::reason::{DropReason, Event};
 use crate::service;
 use crate::tables::Tables;
@@ -85,7 +86,32 @@ impl Place {
     }
 }
 
-/// Makes a flow for a packet that has none, and says where the packet goes.
+/// What is known of a packet before the policies are asked.
+#[repr(C)]
+struct Plan {
+    /// [`Action::Open`] goes on; anything else is where the packet goes as it is.
+    action: Action,
+    /// Anything but `None` drops the packet.
+    reason: DropReason,
+    /// For [`Action::Park`].
+    ifindex: u32,
+    /// Seconds for which the client's other flows are to go to the same backend.
+    affinity_s: u32,
+}
+
+impl Plan {
+    #[inline(always)]
+    fn of(action: Action, reason: DropReason) -> Self {
+        Self {
+            action,
+            reason,
+            ifindex: 0,
+            affinity_s: 0,
+        }
+    }
+}
+
+/// Makes a flow for a packet that has none, and says where the packet goes. What the policies deny leaves no trace.
 #[inline(always)]
 pub fn open<A: Family, T: Tables<A>>(
     tables: &mut T,
@@ -93,36 +119,34 @@ pub fn open<A: Family, T: Tables<A>>(
     packet: &Packet<A>,
     scratch: &mut Scratch<A>,
 ) -> Decision<A> {
-    if !packet.has_ports() {
-        return pass_through(tables, hook, packet);
-    }
-    let mut key = FrontendKey {
-        address: packet.destination,
-        port: packet.destination_port,
-        protocol: packet.protocol,
-        scope: SCOPE_ALL,
-    };
-    let mut served = find_frontend(tables, hook, &mut key, packet);
-    if served == Served::Port && is_for_own_process(tables, hook, packet) {
-        served = Served::No;
-    }
+    let generation = tables.policy_generation();
     scratch.flow = Flow::of_packet(packet, tables.now_s());
     let flow = &mut scratch.flow;
-    let reason = match served {
-        Served::Port => service::plan(tables, hook, &key, packet, flow),
-        Served::Address => DropReason::NoFrontend,
-        Served::No => match hook {
-            Hook::Host => DropReason::NoFrontend,
-            Hook::Own | Hook::Stack => return Decision::untouched(packet, Action::Stack),
-            Hook::Pod => direct(tables, packet, flow),
-            Hook::Network | Hook::Overlay => inbound(tables, packet, flow),
-        },
+    let plan = if packet.has_ports() {
+        plan(tables, hook, packet, flow)
+    } else {
+        plan_without_ports(tables, hook, packet)
     };
-    if reason != DropReason::None {
-        return Decision::drop(packet, reason);
+    if plan.reason != DropReason::None {
+        return Decision::drop(packet, plan.reason);
     }
-    if overlay::is_abused(tables, hook, packet, flow) {
-        return Decision::drop(packet, DropReason::OverlayPort);
+    if plan.action != Action::Open {
+        let mut decision = Decision::untouched(packet, plan.action);
+        decision.ifindex = plan.ifindex;
+        return decision;
+    }
+    let verdict = judge_first(tables, hook, packet, flow);
+    if verdict.reason != DropReason::None {
+        return Decision::drop(packet, verdict.reason);
+    }
+    service::remember(tables, packet, flow, plan.affinity_s);
+    flow.policy_generation = generation;
+    flow.policy_verdict = verdict.word;
+    if flow.flags == 0 && has_judged_answers(hook, packet, &verdict) {
+        flow.flags = FLOW_PLAIN;
+    }
+    if hook.is_outside() && flow.flags != 0 {
+        flow.flags |= FLOW_INBOUND;
     }
     let translated = if flow.flags == 0 {
         Translated::none(packet)
@@ -132,10 +156,86 @@ pub fn open<A: Family, T: Tables<A>>(
     if translated.reason != DropReason::None {
         return Decision::drop(packet, translated.reason);
     }
-    if hook == Hook::Pod && translated.found == 0 && packet.destination.is_link_scope() {
-        return Decision::untouched(packet, Action::Stack);
-    }
     deliver(tables, hook, packet, &translated)
+}
+
+/// Where a packet with ports leads: to a service's backend, or to its destination.
+#[inline(always)]
+fn plan<A: Family, T: Tables<A>>(
+    tables: &mut T,
+    hook: Hook,
+    packet: &Packet<A>,
+    flow: &mut Flow<A>,
+) -> Plan {
+    let mut key = FrontendKey {
+        address: packet.destination,
+        port: packet.destination_port,
+        protocol: packet.protocol,
+        scope: SCOPE_ALL,
+    };
+    let mut served = find_frontend(tables, hook, &mut key, packet);
+    if hook == Hook::Forward || served == Served::Port && is_for_own_process(tables, hook, packet) {
+        served = Served::No;
+    }
+    let mut plan = Plan::of(Action::Open, DropReason::None);
+    plan.reason = match served {
+        Served::Port => service::plan(tables, hook, &key, packet, flow, &mut plan.affinity_s),
+        Served::Address => DropReason::NoFrontend,
+        Served::No => match hook {
+            Hook::Host => DropReason::NoFrontend,
+            Hook::Own | Hook::Stack => return Plan::of(Action::Stack, DropReason::None),
+            Hook::Pod => direct(tables, packet, flow),
+            Hook::Network | Hook::Overlay => inbound(tables, packet, flow),
+            Hook::Forward => forwarded(tables, packet, flow),
+        },
+    };
+    if plan.reason == DropReason::None && overlay::is_abused(tables, hook, packet, flow) {
+        plan.reason = DropReason::OverlayPort;
+    }
+    plan
+}
+
+/// What the policies say of a packet without a flow, which would lead where `flow` leads.
+#[inline(always)]
+fn judge_first<A: Family, T: Tables<A>>(
+    tables: &mut T,
+    hook: Hook,
+    packet: &Packet<A>,
+    flow: &Flow<A>,
+) -> Verdict {
+    if hook == Hook::Pod && packet.destination.stays_on_link() {
+        // Nobody but the pod's own node gets it.
+        return Verdict::UNASKED;
+    }
+    let ends = Ends {
+        source: packet.source,
+        destination: flow.backend,
+        port: flow.backend_port,
+        protocol: packet.protocol,
+        outside: hook.is_outside() as u8,
+    };
+    let verdict = judge(tables, &ends);
+    if verdict.reason != DropReason::None {
+        tables.denied(&ends, packet.source_port, &verdict);
+    }
+    verdict
+}
+
+/// True for packets that were judged and need no record but for their answers, which would be judged on their own: echo
+/// requests, and what goes to link-local addresses.
+#[inline(always)]
+fn has_judged_answers<A: Family>(hook: Hook, packet: &Packet<A>, verdict: &Verdict) -> bool {
+    if verdict.judged == 0 || !packet.has_ports() {
+        return false;
+    }
+    // From outside only what enters a pod: anybody can write a pod's address as the source.
+    if hook.is_outside() && verdict.word & verdict::INGRESS == 0 {
+        return false;
+    }
+    if packet.protocol == ICMP || packet.protocol == ICMPV6 {
+        return packet.destination_port == Port(0);
+    }
+    is_tracked(packet)
 }
 
 /// True for a segment of a connection that nobody opened through this node, to an address of the node: a process of the
@@ -158,22 +258,22 @@ fn is_for_own_process<A: Family, T: Tables<A>>(
 /// Packets that no flow can have: other protocols, errors about packets that no flow has, fragments whose first is
 /// unknown.
 #[inline(always)]
-fn pass_through<A: Family, T: Tables<A>>(
+fn plan_without_ports<A: Family, T: Tables<A>>(
     tables: &mut T,
     hook: Hook,
     packet: &Packet<A>,
-) -> Decision<A> {
+) -> Plan {
     if is_early(packet) && is_ours(tables, hook, packet) {
         return park(tables, packet);
     }
     match hook {
-        Hook::Host => Decision::drop(packet, DropReason::NoFrontend),
-        Hook::Own | Hook::Stack => Decision::untouched(packet, Action::Stack),
-        Hook::Pod if packet.destination.is_link_scope() => {
-            Decision::untouched(packet, Action::Stack)
+        Hook::Host => Plan::of(Action::Drop, DropReason::NoFrontend),
+        Hook::Own | Hook::Stack => Plan::of(Action::Stack, DropReason::None),
+        Hook::Forward if !Place::of(tables, &packet.destination).is_local_pod() => {
+            Plan::of(Action::Drop, DropReason::EndpointNotReady)
         }
-        Hook::Pod | Hook::Network | Hook::Overlay => {
-            deliver(tables, hook, packet, &Translated::none(packet))
+        Hook::Pod | Hook::Network | Hook::Overlay | Hook::Forward => {
+            Plan::of(Action::Open, DropReason::None)
         }
     }
 }
@@ -197,27 +297,27 @@ fn is_ours<A: Family, T: Tables<A>>(tables: &mut T, hook: Hook, packet: &Packet<
                 || place.endpoint & ENDPOINT_NODE != 0
                 || is_virtual(tables, packet.destination)
         }
-        Hook::Own | Hook::Stack => false,
+        Hook::Own | Hook::Stack | Hook::Forward => false,
     }
 }
 
 /// Keeps a fragment until its first has passed. While nobody keeps it, those for the node itself go on without.
 #[inline(always)]
-fn park<A: Family, T: Tables<A>>(tables: &mut T, packet: &Packet<A>) -> Decision<A> {
+fn park<A: Family, T: Tables<A>>(tables: &mut T, packet: &Packet<A>) -> Plan {
     let park: Park = Tables::<A>::park(tables);
     if park.ifindex != 0 && tables.now_s().saturating_sub(park.alive_s) <= PARK_ALIVE_S {
-        let mut decision = Decision::untouched(packet, Action::Park);
-        decision.ifindex = park.ifindex;
-        return decision;
+        let mut plan = Plan::of(Action::Park, DropReason::None);
+        plan.ifindex = park.ifindex;
+        return plan;
     }
     let on_node = match tables.endpoint(&packet.destination) {
         Some(endpoint) => endpoint.flags & ENDPOINT_NODE != 0,
         None => false,
     };
     if on_node {
-        Decision::untouched(packet, Action::Stack)
+        Plan::of(Action::Stack, DropReason::None)
     } else {
-        Decision::drop(packet, DropReason::EarlyFragment)
+        Plan::of(Action::Drop, DropReason::EarlyFragment)
     }
 }
 
@@ -313,7 +413,24 @@ fn inbound<A: Family, T: Tables<A>>(
         return place.refusal();
     }
     if place.is_local_pod() && is_tracked(packet) {
-        flow.flags = FLOW_PLAIN | FLOW_INBOUND;
+        flow.flags = FLOW_PLAIN;
+    }
+    DropReason::None
+}
+
+/// A packet on its way into a pod by the node's own routes. As [`direct`].
+#[inline(always)]
+fn forwarded<A: Family, T: Tables<A>>(
+    tables: &mut T,
+    packet: &Packet<A>,
+    flow: &mut Flow<A>,
+) -> DropReason {
+    if !Place::of(tables, &packet.destination).is_local_pod() {
+        // A pod that is not there yet, or not any more.
+        return DropReason::EndpointNotReady;
+    }
+    if is_tracked(packet) {
+        flow.flags = FLOW_PLAIN;
     }
     DropReason::None
 }
@@ -353,6 +470,8 @@ fn track<A: Family, T: Tables<A>>(
         if scratch.flow.flags & FLOW_SERVICE == 0 {
             // Looked at again since frontends changed: it is still nobody's.
             present.generation = scratch.flow.generation;
+            present.policy_verdict = scratch.flow.policy_verdict;
+            present.policy_generation = scratch.flow.policy_generation;
             present.note_client(packet.tcp_flags, scratch.flow.client_seen_s);
             return Translated::forward(packet, present);
         }

@@ -114,6 +114,8 @@ pub enum Action {
     Relate,
     /// To user space until the first fragment of its datagram has passed: out of [`Decision::ifindex`].
     Park,
+    /// Not decided yet: the policies have changed since its flow was judged, or deny it, see [`crate::path::settle`].
+    Judge,
 }
 
 /// What translation did.

@@ -6,9 +6,10 @@ use crate::flow::Fitness;
 use crate::icmp::Related;
 use crate::layout::{
     ENDPOINT_NODE, ENDPOINT_PEER, ENDPOINT_READY, Endpoint, FLOW_DSR, FLOW_PLAIN, FLOW_SERVICE,
-    Flow, FrontendKey, LINK_HAS_V4, LINK_HAS_V6, LINK_HOST, Link, SCOPE_ALL,
+    Flow, FlowKey, FrontendKey, LINK_HAS_V4, LINK_HAS_V6, LINK_HOST, Link, SCOPE_ALL,
 };
 use crate::packet::{Action, Decision, Packet, Translation};
+use crate::policy::{Ends, Verdict, judge};
 use crate::reason::{DropReason, Event};
 use crate::tables::{Inserted, Tables};
 
@@ -31,6 +32,8 @@ pub enum Hook {
     Stack = 4,
     /// In from the overlay's device: a pod of another node, or a client that a node has sent here.
     Overlay = 5,
+    /// Out to a pod: forwarded by the node's own stack, from a link without a program.
+    Forward = 6,
 }
 
 impl Hook {
@@ -44,6 +47,7 @@ impl Hook {
             3 => Self::Own,
             4 => Self::Stack,
             5 => Self::Overlay,
+            6 => Self::Forward,
             _ => Self::Pod,
         }
     }
@@ -67,6 +71,8 @@ pub(crate) struct Translated<A> {
     pub(crate) found: u32,
     /// One when another node does the translation.
     pub(crate) elsewhere: u32,
+    /// One when the policies have to be asked before the packet goes on.
+    pub(crate) unsettled: u32,
     pub(crate) source: A,
     pub(crate) destination: A,
     pub(crate) source_port: Port,
@@ -81,6 +87,7 @@ impl<A: Family> Translated<A> {
             reason: DropReason::None,
             found: 0,
             elsewhere: 0,
+            unsettled: 0,
             source: packet.source,
             destination: packet.destination,
             source_port: packet.source_port,
@@ -162,10 +169,24 @@ pub fn from_pod<A: LinkAddress, T: Tables<A>>(
         return Decision::drop(packet, DropReason::SpoofedSource);
     }
     let known = known_flow(tables, packet);
+    go_on(tables, hook, packet, &known)
+}
+
+/// A packet's flow, if it has one, says where it goes.
+#[inline(always)]
+fn go_on<A: Family, T: Tables<A>>(
+    tables: &mut T,
+    hook: Hook,
+    packet: &Packet<A>,
+    known: &Translated<A>,
+) -> Decision<A> {
     if known.found == 0 {
         return undecided(packet);
     }
-    deliver(tables, hook, packet, &known)
+    if known.unsettled != 0 {
+        return Decision::untouched(packet, Action::Judge);
+    }
+    deliver(tables, hook, packet, known)
 }
 
 /// No flow has the packet: which program says where it goes.
@@ -195,7 +216,8 @@ pub fn deliver_error<A: Family, T: Tables<A>>(
         translated.destination = related.destination;
     }
     // The node's own stack has found the way already, unless it leads elsewhere now.
-    if hook == Hook::Stack && related.destination == packet.destination {
+    let stays = hook == Hook::Stack && related.destination == packet.destination;
+    if stays || hook == Hook::Forward {
         return decision(tables, packet, &translated, Action::Stack);
     }
     deliver(tables, hook, packet, &translated)
@@ -231,10 +253,7 @@ fn from_elsewhere<A: Family, T: Tables<A>>(
     packet: &Packet<A>,
 ) -> Decision<A> {
     let known = known_flow_answers_first(tables, packet);
-    if known.found == 0 {
-        return undecided(packet);
-    }
-    deliver(tables, hook, packet, &known)
+    go_on(tables, hook, packet, &known)
 }
 
 /// A packet of a process of this node to an address of this node, on the loopback link.
@@ -244,13 +263,18 @@ pub fn from_self<A: Family, T: Tables<A>>(tables: &mut T, packet: &Packet<A>) ->
         return Decision::untouched(packet, Action::Stack);
     }
     let known = known_flow_answers_first(tables, packet);
-    if known.found == 0 {
-        return undecided(packet);
-    }
-    deliver(tables, Hook::Own, packet, &known)
+    go_on(tables, Hook::Own, packet, &known)
 }
 
-/// A packet of the node's own stack on its way into a pod: only answers are translated.
+/// A packet on its way into a pod that the node's own stack has forwarded, from a link without a program.
+#[inline(always)]
+pub fn to_pod<A: Family, T: Tables<A>>(tables: &mut T, packet: &Packet<A>) -> Decision<A> {
+    let known = known_flow_answers_first(tables, packet);
+    go_on(tables, Hook::Forward, packet, &known)
+}
+
+/// A packet of the node's own stack on its way into a pod: only answers are translated. Policies are not asked: a pod and
+/// its node always reach one another.
 #[inline(always)]
 pub fn from_stack<A: Family, T: Tables<A>>(tables: &mut T, packet: &Packet<A>) -> Decision<A> {
     if packet.is_error() {
@@ -379,7 +403,9 @@ fn continue_flow<A: Family, T: Tables<A>>(
             tables.count(Event::FlowHealed);
         }
     }
-    Translated::forward(packet, &flow)
+    let mut translated = Translated::forward(packet, &flow);
+    translated.unsettled = !flow.is_settled(tables.policy_generation()) as u32;
+    translated
 }
 
 /// An answer of a backend. A reply entry without its flow is removed.
@@ -394,11 +420,13 @@ fn answer<A: Family, T: Tables<A>>(
         return Translated::none(packet);
     };
     let original = *original;
-    let mut flags = 0;
+    let generation = tables.policy_generation();
+    let (mut flags, mut settled) = (0, true);
     let own = match tables.flow(&original) {
         Some(flow) if flow.is_answered_by(&key) => {
             flow.note_server(packet.tcp_flags, now_s);
             flags = flow.flags;
+            settled = flow.is_settled(generation);
             true
         }
         _ => false,
@@ -410,6 +438,7 @@ fn answer<A: Family, T: Tables<A>>(
     }
     let mut translated = Translated::none(packet);
     translated.found = 1;
+    translated.unsettled = !settled as u32;
     if flags & FLOW_PLAIN == 0 {
         translated.translation = Translation::Reply;
         translated.source = original.destination;
@@ -418,6 +447,80 @@ fn answer<A: Family, T: Tables<A>>(
         translated.destination_port = original.source_port;
     }
     translated
+}
+
+/// Asks the policies about the flow of a packet, and says where the packet goes. What was a denied flow's stays in the
+/// table, so that answers are not taken for questions; it is allowed again when the policies change their mind. An ICMP
+/// error's flow is the one in `scratch`: see [`Scratch::set_flow`].
+#[inline(always)]
+pub fn settle<A: Family, T: Tables<A>>(
+    tables: &mut T,
+    hook: Hook,
+    packet: &Packet<A>,
+    scratch: &mut Scratch<A>,
+) -> Decision<A> {
+    if !packet.is_error() {
+        scratch.key = key_of_flow(tables, hook, packet);
+    }
+    let generation = tables.policy_generation();
+    let flow = match tables.flow(&scratch.key) {
+        Some(flow) => *flow,
+        None if packet.is_error() => return Decision::untouched(packet, Action::Open),
+        None => return undecided(packet),
+    };
+    let ends = Ends::of_flow(&scratch.key, &flow);
+    let verdict = if flow.policy_generation == generation {
+        Verdict::of_word(flow.policy_verdict)
+    } else {
+        let verdict = judge(tables, &ends);
+        // A verdict that came late must not be taken for one on the policies of now.
+        if tables.policy_generation() == generation
+            && let Some(flow) = tables.flow(&scratch.key)
+        {
+            flow.policy_verdict = verdict.word;
+            flow.policy_generation = generation;
+        }
+        verdict
+    };
+    if verdict.reason != DropReason::None {
+        tables.denied(&ends, scratch.key.source_port, &verdict);
+        return Decision::drop(packet, verdict.reason);
+    }
+    if packet.is_error() {
+        return Decision::untouched(packet, Action::Relate);
+    }
+    let known = if hook == Hook::Pod || hook == Hook::Host {
+        known_flow(tables, packet)
+    } else {
+        known_flow_answers_first(tables, packet)
+    };
+    if known.found == 0 {
+        return undecided(packet);
+    }
+    deliver(tables, hook, packet, &known)
+}
+
+/// The key of the flow that [`known_flow`] or [`known_flow_answers_first`] finds for a packet; of no flow if they find
+/// none.
+#[inline(always)]
+fn key_of_flow<A: Family, T: Tables<A>>(
+    tables: &mut T,
+    hook: Hook,
+    packet: &Packet<A>,
+) -> FlowKey<A> {
+    let key = packet.key();
+    let client_first = hook == Hook::Pod || hook == Hook::Host;
+    if client_first && tables.flow(&key).is_some() {
+        return key;
+    }
+    let original = match tables.reply(&key) {
+        Some(original) => *original,
+        None => return key,
+    };
+    match tables.flow(&original) {
+        Some(flow) if flow.is_answered_by(&key) => original,
+        _ => key,
+    }
 }
 
 /// Where a packet goes by its destination after translation.
@@ -437,7 +540,13 @@ pub(crate) fn deliver<A: Family, T: Tables<A>>(
     } else {
         Action::Network
     };
+    if hook == Hook::Forward {
+        return decision(tables, packet, translated, Action::Stack);
+    }
     let Some(endpoint) = tables.endpoint(&translated.destination) else {
+        if hook == Hook::Pod && translated.destination.is_link_scope() {
+            return decision(tables, packet, translated, Action::Stack);
+        }
         if elsewhere == Action::Stack && translated.found != 0 {
             // Of what comes in untranslated, only flows of this node's pods are recorded: the pod has gone.
             return Decision::drop(packet, DropReason::NoEndpoint);

@@ -8,9 +8,10 @@
 
 use crate::address::{Family, Port, SCTP, TCP, UDP};
 use crate::layout::{
-    DIRECTION_EGRESS, DIRECTION_INGRESS, ENDPOINT_NODE, ENDPOINT_PEER, Endpoint, IDENTITY_ANY,
-    NO_RULE, POLICY_EGRESS, POLICY_EGRESS_CLOSED, POLICY_INGRESS, POLICY_INGRESS_CLOSED,
-    POLICY_SHUT, PodPolicy, PolicyRule, PolicyRuleKey, RULE_ALLOW, RULE_BITS_ONE_PORT, RULE_DENY,
+    DIRECTION_EGRESS, DIRECTION_INGRESS, ENDPOINT_NODE, ENDPOINT_PEER, Endpoint, FLOW_INBOUND,
+    Flow, FlowKey, IDENTITY_ANY, NO_RULE, POLICY_EGRESS, POLICY_EGRESS_CLOSED, POLICY_INGRESS,
+    POLICY_INGRESS_CLOSED, POLICY_SHUT, PodPolicy, PolicyRule, PolicyRuleKey, RULE_ALLOW,
+    RULE_BITS_ONE_PORT, RULE_DENY,
 };
 use crate::reason::DropReason;
 
@@ -34,6 +35,9 @@ pub trait PolicyTables<A>: PolicyRules {
     fn identity(&mut self, address: &A) -> u32;
     /// See [`crate::layout::PolicyState`].
     fn policy_generation(&mut self) -> u32;
+
+    /// Told of every packet that is dropped for its verdict. `source_port` as the client wrote it.
+    fn denied(&mut self, _ends: &Ends<A>, _source_port: Port, _verdict: &Verdict) {}
 }
 
 /// The other end of a packet, as the rules of one direction see it.
@@ -70,6 +74,21 @@ pub struct Ends<A> {
     pub protocol: u8,
     /// One when the packet came from another machine: nobody there has an address of this node or of its pods.
     pub outside: u8,
+}
+
+impl<A: Family> Ends<A> {
+    /// Those of a flow, in the direction in which it was opened.
+    #[inline(always)]
+    #[must_use]
+    pub fn of_flow(key: &FlowKey<A>, flow: &Flow<A>) -> Self {
+        Self {
+            source: key.source,
+            destination: flow.backend,
+            port: flow.backend_port,
+            protocol: flow.protocol as u8,
+            outside: (flow.flags & FLOW_INBOUND != 0) as u8,
+        }
+    }
 }
 
 /// Whether a packet may pass, and who says so.

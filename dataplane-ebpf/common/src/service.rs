@@ -23,12 +23,14 @@ struct Choice<A> {
     reason: DropReason,
     id: u32,
     state: u32,
-    /// Of the frontend.
+    /// Of the frontend, both.
     flags: u32,
+    affinity_s: u32,
     backend: Backend<A>,
 }
 
-/// Leads a flow to a backend of the service port with this key.
+/// Leads a flow to a backend of the service port with this key. Leaves in `affinity_s` for how long its client's other
+/// flows are to go there too, see [`remember`].
 #[inline(always)]
 pub(crate) fn plan<A: Family, T: Tables<A>>(
     tables: &mut T,
@@ -36,6 +38,7 @@ pub(crate) fn plan<A: Family, T: Tables<A>>(
     frontend: &FrontendKey<A>,
     packet: &Packet<A>,
     flow: &mut Flow<A>,
+    affinity_s: &mut u32,
 ) -> DropReason {
     let choice = choose(tables, hook, frontend, packet, flow.created_s);
     if choice.reason != DropReason::None {
@@ -47,6 +50,7 @@ pub(crate) fn plan<A: Family, T: Tables<A>>(
     flow.backend_state = choice.state;
     flow.service_id = choice.backend.service_id;
     flow.flags = FLOW_SERVICE;
+    *affinity_s = choice.affinity_s;
     if hook == Hook::Network
         && choice.flags & FRONTEND_DSR != 0
         && choice.backend.flags & BACKEND_LOCAL == 0
@@ -87,7 +91,7 @@ fn needs_node_address<A: Family, T: Tables<A>>(
             None => true,
         },
         // Its own node keeps the client's address, for this one to answer to.
-        Hook::Overlay => false,
+        Hook::Overlay | Hook::Forward => false,
         Hook::Network => {
             if frontend_flags & FRONTEND_KEEP_SOURCE != 0 {
                 return false;
@@ -112,6 +116,7 @@ fn choose<A: Family, T: Tables<A>>(
         id: 0,
         state: 0,
         flags: 0,
+        affinity_s: 0,
         backend: Backend {
             address: key.address,
             port: key.port,
@@ -123,7 +128,6 @@ fn choose<A: Family, T: Tables<A>>(
         client: packet.source,
         service_id: 0,
     };
-    let mut affinity_s = 0;
     let mut attempt = 0;
     while attempt < MAX_PICK_ATTEMPTS {
         attempt += 1;
@@ -140,7 +144,7 @@ fn choose<A: Family, T: Tables<A>>(
         };
         let algorithm = frontend.algorithm;
         choice.flags = frontend.flags;
-        affinity_s = frontend.affinity_s;
+        choice.affinity_s = frontend.affinity_s;
         choice.reason = refusal(tables, choice.flags, service_id, backends, packet);
         if choice.reason != DropReason::None {
             break;
@@ -148,7 +152,7 @@ fn choose<A: Family, T: Tables<A>>(
         choice.reason = DropReason::BackendMissing;
         affinity_key.service_id = service_id;
         // The first look only: a backend that cannot be used any more gives way to any other.
-        if affinity_s != 0 && attempt == 1 {
+        if choice.affinity_s != 0 && attempt == 1 {
             let id = remembered(tables, &affinity_key, now_s);
             if id != 0 && take(tables, hook, id, service_id, &mut choice) {
                 break;
@@ -169,15 +173,30 @@ fn choose<A: Family, T: Tables<A>>(
             break;
         }
     }
-    if choice.reason == DropReason::None && affinity_s != 0 {
-        let affinity = Affinity {
-            backend_id: choice.id,
-            backend_state: choice.state,
-            expires_s: now_s.saturating_add(affinity_s),
-        };
-        tables.set_affinity(&affinity_key, &affinity);
-    }
     choice
+}
+
+/// Has the other flows of a client go to the backend of this one, for `affinity_s` seconds unless that is zero.
+#[inline(always)]
+pub(crate) fn remember<A: Family, T: Tables<A>>(
+    tables: &mut T,
+    packet: &Packet<A>,
+    flow: &Flow<A>,
+    affinity_s: u32,
+) {
+    if affinity_s == 0 {
+        return;
+    }
+    let key = AffinityKey {
+        client: packet.source,
+        service_id: flow.service_id,
+    };
+    let affinity = Affinity {
+        backend_id: flow.backend_id,
+        backend_state: flow.backend_state,
+        expires_s: flow.created_s.saturating_add(affinity_s),
+    };
+    tables.set_affinity(&key, &affinity);
 }
 
 /// Why a service has no backend for this client, if so.

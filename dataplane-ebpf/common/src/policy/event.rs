@@ -50,7 +50,7 @@ pub struct Sampler {
 }
 
 impl Sampler {
-    /// Asks for an event. True with the number of packets that had none since the last.
+    /// Asks for an event. False when there were enough for now, and this packet is only counted.
     #[inline(always)]
     pub fn take(&mut self, now_ms: u32) -> bool {
         let granted = self.bucket.take_of(EVENTS, now_ms);
@@ -68,10 +68,10 @@ impl Sampler {
         missed
     }
 
-    /// An event that was asked for and found no room.
+    /// An event that was asked for and found no room in the ring.
     #[inline(always)]
-    pub fn lost(&mut self, missed: u32) {
-        self.missed = self.missed.saturating_add(missed).saturating_add(1);
+    pub fn lost(&mut self) {
+        self.missed = self.missed.saturating_add(1);
     }
 }
 

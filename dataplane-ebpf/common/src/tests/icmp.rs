@@ -250,6 +250,8 @@ proptest! {
         };
         let inner = header((node, Port::new(from)), (far, Port(0)), 1);
         let related = Related {
+            unsettled: 0,
+            flow: crate::layout::FlowKey::default(),
             translation: Translation::Reply,
             changes: 1,
             source: far,
