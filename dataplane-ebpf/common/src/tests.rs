@@ -10,6 +10,7 @@ mod limit;
 mod overlay;
 mod paths;
 mod policy;
+mod policy_paths;
 mod refuse;
 mod sctp;
 mod sockets;

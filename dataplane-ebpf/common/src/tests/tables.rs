@@ -10,7 +10,7 @@ use crate::layout::{
 use crate::packet::{Action, Decision, Packet};
 use crate::path::{self, Hook, LinkAddress, Scratch};
 use crate::policy::host::{HostTables, Masked};
-use crate::policy::{PolicyRules, PolicyTables};
+use crate::policy::{Ends, PolicyRules, PolicyTables, Verdict};
 use crate::reason::Event;
 use crate::tables::{Inserted, Tables};
 use crate::{Port, V4, V6};
@@ -94,6 +94,8 @@ pub(super) struct Collections<A> {
     pub(super) events: HashMap<Event, u64>,
     /// Its endpoints are not used: see `endpoints`. Pods of this node are open.
     pub(super) policies: HostTables<A>,
+    /// Packets that policies denied.
+    pub(super) denied: Vec<(Ends<A>, Verdict)>,
 }
 
 impl<A: TestFamily> Collections<A> {
@@ -143,6 +145,7 @@ impl<A: TestFamily> Collections<A> {
             sockets: HashSet::new(),
             events: HashMap::new(),
             policies,
+            denied: Vec::new(),
         }
     }
 
@@ -257,6 +260,9 @@ impl<A: TestFamily> PolicyTables<A> for Collections<A> {
     fn policy_generation(&mut self) -> u32 {
         self.policies.policy_generation()
     }
+    fn denied(&mut self, ends: &Ends<A>, _source_port: Port, verdict: &Verdict) {
+        self.denied.push((*ends, *verdict));
+    }
 }
 
 impl<A: TestFamily> Tables<A> for Collections<A> {
@@ -365,27 +371,40 @@ fn insert<K: Eq + std::hash::Hash, V>(
     Inserted::Done
 }
 
-/// Both stages of the path of a packet from a pod.
+/// All stages of the path of a packet from a pod.
 pub(super) fn from_pod<A: TestFamily>(
     tables: &mut Collections<A>,
     link: &Link,
     packet: &Packet<A>,
 ) -> Decision<A> {
     let decision = path::from_pod(tables, link, packet);
-    if decision.action == Action::Open {
-        return path::open(tables, Hook::Pod, packet, &mut Scratch::default());
-    }
-    decision
+    go_on(tables, Hook::Pod, packet, decision)
 }
 
-/// Both stages of the path of a packet from another machine.
+/// All stages of the path of a packet from another machine.
 pub(super) fn from_network<A: TestFamily>(
     tables: &mut Collections<A>,
     packet: &Packet<A>,
 ) -> Decision<A> {
     let decision = path::from_network(tables, packet);
+    go_on(tables, Hook::Network, packet, decision)
+}
+
+/// The stages behind a hook.
+pub(super) fn go_on<A: TestFamily>(
+    tables: &mut Collections<A>,
+    hook: Hook,
+    packet: &Packet<A>,
+    decision: Decision<A>,
+) -> Decision<A> {
+    let scratch = &mut Scratch::default();
+    let decision = if decision.action == Action::Judge {
+        path::settle(tables, hook, packet, scratch)
+    } else {
+        decision
+    };
     if decision.action == Action::Open {
-        return path::open(tables, Hook::Network, packet, &mut Scratch::default());
+        return path::open(tables, hook, packet, scratch);
     }
     decision
 }
