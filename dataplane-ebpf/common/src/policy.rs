@@ -78,6 +78,10 @@ pub struct Ends<A> {
 
 impl<A: Family> Ends<A> {
     /// Those of a flow, in the direction in which it was opened.
+    #[allow(
+        clippy::cast_possible_truncation,
+        reason = "protocols are bytes, in words so that no byte of a key is padding"
+    )]
     #[inline(always)]
     #[must_use]
     pub fn of_flow(key: &FlowKey<A>, flow: &Flow<A>) -> Self {
