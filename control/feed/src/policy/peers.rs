@@ -8,6 +8,9 @@ use crate::translate::{
     addresses, flag, items, micros, name, namespace, node, protocol, text, unsigned,
 };
 
+/// On the object that a kubelet makes for a pod of its own (a static pod): the UID under which the pod itself runs.
+const MIRROR_ANNOTATION: &str = "kubernetes.io/config.mirror";
+
 /// A pod or a node with the labels that selectors look at. `message` has neither sets nor policies yet.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct Peer {
@@ -28,10 +31,15 @@ pub(crate) fn pod(object: &Value) -> Option<Peer> {
         list if list.is_empty() => addresses(std::iter::once(&status["podIP"])),
         list => list,
     };
+    let metadata = &object["metadata"];
+    let uid = match metadata["annotations"][MIRROR_ANNOTATION].as_str() {
+        Some(uid) => uid.to_owned(),
+        None => text(&metadata["uid"]),
+    };
     let message = PolicyPeer {
         namespace: namespace(object),
         name: name(object),
-        uid: text(&object["metadata"]["uid"]),
+        uid,
         node: text(&spec["nodeName"]),
         addresses,
         named_ports: named_ports(spec),

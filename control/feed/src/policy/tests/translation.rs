@@ -287,6 +287,10 @@ fn pods_as_peers() {
         .map(|p| (&*p.name, p.port))
         .collect();
     assert_eq!(ports, [("web", 80), ("web", 82), ("side", 90)]);
+    object["metadata"]["uid"] = json!("of the object");
+    assert_eq!(peers::pod(&object).unwrap().message.uid, "of the object");
+    object["metadata"]["annotations"] = json!({"kubernetes.io/config.mirror": "of the pod"});
+    assert_eq!(peers::pod(&object).unwrap().message.uid, "of the pod");
     object["status"]["phase"] = json!("Succeeded");
     assert!(peers::pod(&object).unwrap().message.addresses.is_empty());
     object["spec"]["hostNetwork"] = json!(true);
