@@ -7,6 +7,8 @@ mod flows;
 mod fuzz;
 #[path = "prog/messages.rs"]
 mod messages;
+#[path = "prog/policy.rs"]
+mod policy;
 
 use std::time::Duration;
 

@@ -8,11 +8,13 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
+use dataplane_common::layout::{DIRECTION_EGRESS, POLICY_EGRESS, POLICY_EGRESS_CLOSED};
 use weir_agent::kernel::{Kernel, Limits, PodPrograms, Program, SocketError};
 use weir_agent::netlink::Netlink;
 use weir_tests::prog::cgroup::Cgroup;
 use weir_tests::prog::nodes::{Nodes, start_servers};
 use weir_tests::prog::packet::Packet;
+use weir_tests::prog::policies::{Policies, Rule};
 use weir_tests::prog::sctp;
 use weir_tests::prog::world::{NODE_V4, NODE_V6, POD_A, POD_B, POD_FAR, PROTOCOLS, World};
 
@@ -59,13 +61,14 @@ const FAMILIES: [Family; 2] = [
 
 type Check = (&'static str, fn(&mut World, &Family, u8) -> Result<()>);
 
-const CHECKS: [Check; 6] = [
+const CHECKS: [Check; 7] = [
     ("same node", same_node),
     ("other node", other_node),
     ("backend on the node", node_backend),
     ("hairpin", hairpin),
     ("host process", host_process),
     ("spoofed source", spoofed),
+    ("policy", policy),
 ];
 
 fn main() -> ExitCode {
@@ -276,6 +279,32 @@ fn spoofed(world: &mut World, family: &Family, protocol: u8) -> Result<()> {
         DROP,
     )
     .map(drop)
+}
+
+/// A connection that a rule allows is cut when the rule goes, both ways, and the drop is told.
+fn policy(world: &mut World, family: &Family, protocol: u8) -> Result<()> {
+    const POLICY: u32 = 9;
+    world.serve(family.vip, &[family.far])?;
+    let a = world.a.link.ifindex;
+    let mut policies = Policies::open(&world.bpffs)?;
+    policies.set_pod(a, POLICY, POLICY_EGRESS | POLICY_EGRESS_CLOSED)?;
+    let mut rule = Rule::allow(POLICY, DIRECTION_EGRESS);
+    (rule.protocol, rule.port) = (Some(protocol), Some(8080));
+    let request = Packet::new(protocol, &at(family.a, 41_000), &at(family.vip, 80));
+    run(world, Program::FromPod, &request, a, DROP)?;
+    policies.add(&rule)?;
+    let sent = run(world, Program::FromPod, &request, a, REDIRECT)?;
+    let (uplink, answer) = (world.uplink, sent.answer());
+    run(world, Program::FromNetwork, &answer, uplink, REDIRECT)?;
+    policies.remove(&rule)?;
+    policies.bump()?;
+    run(world, Program::FromNetwork, &answer, uplink, DROP)?;
+    run(world, Program::FromPod, &request, a, DROP)?;
+    let told = policies.events().len();
+    policies.set_pod(a, 0, 0)?;
+    policies.bump()?;
+    ensure!(told == 3, "{told} events");
+    run(world, Program::FromPod, &request, a, REDIRECT).map(drop)
 }
 
 /// Processes of the node through a service that the node itself serves. Kernels that do not number network namespaces

@@ -5,6 +5,7 @@ pub mod cgroup;
 pub mod frame;
 pub mod nodes;
 pub mod packet;
+pub mod policies;
 pub mod sctp;
 pub mod wire;
 pub mod world;

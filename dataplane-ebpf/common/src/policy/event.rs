@@ -101,6 +101,36 @@ impl Told for V6 {
 }
 
 impl DropEvent {
+    /// Reads an event off the ring; `None` for bytes that are none.
+    #[must_use]
+    pub fn from_bytes(bytes: &[u8]) -> Option<Self> {
+        let mut at = 0;
+        let mut take = || {
+            let word: [u8; 4] = bytes.get(at..at + 4)?.try_into().ok()?;
+            at += 4;
+            Some(u32::from_ne_bytes(word))
+        };
+        let (reason, verdict, ifindex, generation) = (take()?, take()?, take()?, take()?);
+        let source = [take()?, take()?, take()?, take()?];
+        let destination = [take()?, take()?, take()?, take()?];
+        let [a, b, c, d] = take()?.to_ne_bytes();
+        let [protocol, family, e, f] = take()?.to_ne_bytes();
+        Some(Self {
+            reason,
+            verdict,
+            ifindex,
+            generation,
+            source,
+            destination,
+            source_port: Port(u16::from_ne_bytes([a, b])),
+            destination_port: Port(u16::from_ne_bytes([c, d])),
+            protocol,
+            family,
+            reserved: u16::from_ne_bytes([e, f]),
+            missed: take()?,
+        })
+    }
+
     /// Says of a packet what its verdict says. `source_port` as the client wrote it.
     #[inline(always)]
     #[must_use]
