@@ -22,16 +22,16 @@ pub(crate) struct Cases {
     /// Also run cases that take half a minute or more.
     #[arg(long)]
     slow: bool,
-    /// API or Service cases run at once; the runner has a default for each.
+    /// API, Service or policy cases run at once; the runner has a default for each.
     #[arg(long)]
     jobs: Option<usize>,
-    /// Service cases: run on the model, without root, instead of agents and namespaces.
+    /// Service and policy cases: run on the model, without root, instead of agents and namespaces.
     #[arg(long, conflicts_with = "kernel")]
     model: bool,
-    /// Service cases: run on agents and namespaces (root); the default.
+    /// Service and policy cases: run on agents and namespaces (root); the default (of policy cases for root).
     #[arg(long)]
     kernel: bool,
-    /// Service cases: also write the results to this file, as JSON.
+    /// Service and policy cases: also write the results to this file, as JSON.
     #[arg(long)]
     json: Option<PathBuf>,
     /// Service cases: translate at the socket what pods and nodes send, instead of each packet.
@@ -45,6 +45,8 @@ enum Kind {
     Api,
     /// Questions put to the zone and message code of the agent.
     Dns,
+    /// NetworkPolicy and ClusterNetworkPolicy: on agents and namespaces (root), or on the model.
+    Policy,
     /// Agents, CNI plugin and sockets on network namespaces (root).
     Service,
 }
@@ -69,6 +71,20 @@ pub(crate) fn run(repo: &Repo, cases: &Cases) -> Result<bool> {
         Kind::Dns => {
             command.arg("dns").arg(&dir);
         }
+        Kind::Policy => {
+            command.arg("policy").arg(&dir);
+            command.arg("--agent").arg(programs.join("weir-agent"));
+            command.arg("--cni").arg(programs.join("weir-cni"));
+            if cases.model {
+                command.arg("--model");
+            }
+            if cases.kernel {
+                command.arg("--kernel");
+            }
+            if let Some(json) = &cases.json {
+                command.arg("--json").arg(json);
+            }
+        }
         Kind::Service => {
             command.arg("service").arg(&dir);
             if cases.model {
@@ -88,7 +104,7 @@ pub(crate) fn run(repo: &Repo, cases: &Cases) -> Result<bool> {
     if let Some(only) = &cases.only {
         command.args(["--only", only]);
     }
-    if cases.slow && cases.kind != Kind::Dns {
+    if cases.slow && !matches!(cases.kind, Kind::Dns | Kind::Policy) {
         command.arg("--slow");
     }
     if let Some(jobs) = cases.jobs.filter(|_| cases.kind != Kind::Dns) {

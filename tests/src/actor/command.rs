@@ -122,7 +122,17 @@ pub enum Command {
         id: String,
         every_ms: u64,
         reuse: bool,
+        /// The next begins on time, whatever those before it wait for.
+        #[serde(default)]
+        overlap: bool,
         probe: Probe,
+    },
+    /// Asks on the sockets of a kept flow again and again until `Unwatch`; nobody else can use them meanwhile.
+    WatchFlow {
+        id: String,
+        flow: String,
+        every_ms: u64,
+        timeout_ms: u64,
     },
     Unwatch {
         id: String,

@@ -40,7 +40,7 @@ struct Watching {
 struct Actor {
     servers: Mutex<Servers>,
     seen: Arc<Seen>,
-    flows: Mutex<HashMap<String, Vec<Conn>>>,
+    flows: Arc<Mutex<HashMap<String, Vec<Conn>>>>,
     watches: Mutex<HashMap<String, Watching>>,
 }
 
@@ -114,11 +114,38 @@ impl Actor {
                 id,
                 every_ms,
                 reuse,
+                overlap,
                 probe,
             } => {
                 let stop = Arc::new(AtomicBool::new(false));
                 let stopped = Arc::clone(&stop);
-                let thread = std::thread::spawn(move || watch(&probe, every_ms, reuse, &stopped));
+                let thread = std::thread::spawn(move || {
+                    if overlap {
+                        overlapping(&probe, every_ms, &stopped)
+                    } else {
+                        watch(&probe, every_ms, reuse, &stopped)
+                    }
+                });
+                lock(&self.watches).insert(id, Watching { stop, thread });
+                Reply::Done
+            }
+            Command::WatchFlow {
+                id,
+                flow,
+                every_ms,
+                timeout_ms,
+            } => {
+                let Some(mut conns) = lock(&self.flows).remove(&flow) else {
+                    return Reply::Failed(format!("no flow {flow}"));
+                };
+                let stop = Arc::new(AtomicBool::new(false));
+                let stopped = Arc::clone(&stop);
+                let flows = Arc::clone(&self.flows);
+                let thread = std::thread::spawn(move || {
+                    let attempts = asking(&mut conns, every_ms, timeout_ms, &stopped);
+                    lock(&flows).insert(flow, conns);
+                    attempts
+                });
                 lock(&self.watches).insert(id, Watching { stop, thread });
                 Reply::Done
             }
@@ -180,6 +207,54 @@ fn watch(asked: &Probe, every_ms: u64, reuse: bool, stop: &AtomicBool) -> Vec<At
         std::thread::sleep(next.saturating_duration_since(Instant::now()));
     }
     attempts
+}
+
+/// Bytes of the requests of a watched flow.
+const WATCHED_BYTES: usize = 32;
+
+fn asking(conns: &mut [Conn], every_ms: u64, timeout_ms: u64, stop: &AtomicBool) -> Vec<Attempt> {
+    let send = command::Send {
+        flow: String::new(),
+        count: 1,
+        size: command::Size::Bytes(WATCHED_BYTES),
+        timeout_ms,
+        answer_size: 0,
+        token: 0,
+    };
+    let mut attempts = Vec::new();
+    while !stop.load(Ordering::SeqCst) {
+        attempts.extend(probe::send(conns, &send));
+        std::thread::sleep(Duration::from_millis(every_ms));
+    }
+    attempts
+}
+
+/// Probes on fresh sockets at an even pace; a sample that gets no answer holds up none after it.
+fn overlapping(asked: &Probe, every_ms: u64, stop: &AtomicBool) -> Vec<Attempt> {
+    let attempts = Mutex::new(Vec::new());
+    let start = Instant::now();
+    let mut next = start;
+    std::thread::scope(|scope| {
+        while !stop.load(Ordering::SeqCst) {
+            let since = start.elapsed().as_millis();
+            let attempts = &attempts;
+            scope.spawn(move || {
+                let (attempt, _closed) = probe::open(asked);
+                lock(attempts).push((since, attempt));
+            });
+            next += Duration::from_millis(every_ms);
+            std::thread::sleep(next.saturating_duration_since(Instant::now()));
+        }
+    });
+    let mut attempts = attempts
+        .into_inner()
+        .unwrap_or_else(std::sync::PoisonError::into_inner);
+    attempts.sort_by_key(|(since, _)| *since);
+    let told = |(since, attempt): (u128, Attempt)| Attempt {
+        detail: format!("{} begun {since} ms into the watch", attempt.detail),
+        ..attempt
+    };
+    attempts.into_iter().map(told).collect()
 }
 
 fn http(to: SocketAddr, path: &str, timeout: Duration) -> Reply {

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
-use weir_tests::cases::{api, dns, service};
+use weir_tests::cases::{api, dns, policy, service};
 
 /// Runs a folder of case files: one line per case, then `N passed, N failed, N skipped`.
 #[derive(Debug, Parser)]
@@ -82,6 +82,32 @@ enum Kind {
         #[arg(long)]
         sockets: bool,
     },
+    /// Policy cases: NetworkPolicy and ClusterNetworkPolicy, on the model or on agents and namespaces.
+    Policy {
+        /// Folder of case files.
+        dir: PathBuf,
+        /// Run only cases whose file name contains this.
+        #[arg(long)]
+        only: Option<String>,
+        /// Run on the model, without root; the default for everybody but root.
+        #[arg(long, conflicts_with = "kernel")]
+        model: bool,
+        /// Run on agents and namespaces; the default for root.
+        #[arg(long)]
+        kernel: bool,
+        /// The weir-agent binary.
+        #[arg(long)]
+        agent: Option<PathBuf>,
+        /// The weir-cni binary.
+        #[arg(long)]
+        cni: Option<PathBuf>,
+        /// Cases run at once.
+        #[arg(long, default_value_t = policy::DEFAULT_JOBS)]
+        jobs: usize,
+        /// Also write the results to this file.
+        #[arg(long)]
+        json: Option<PathBuf>,
+    },
     /// Serves and probes on command inside a network namespace (the runner starts it).
     #[command(hide = true)]
     Actor,
@@ -141,6 +167,26 @@ fn main() -> anyhow::Result<ExitCode> {
             };
             service::run_folder(&options, print)?
         }
+        Kind::Policy {
+            dir,
+            only,
+            model,
+            kernel,
+            agent,
+            cni,
+            jobs,
+            json,
+        } => {
+            let on = policy_world(model, kernel, agent, cni)?;
+            let options = policy::Options {
+                folder: dir,
+                only,
+                on,
+                jobs,
+                json,
+            };
+            policy::run_folder(&options, print)?
+        }
         Kind::Actor => {
             weir_tests::actor::run(std::io::stdin().lock(), std::io::stdout())?;
             return Ok(ExitCode::SUCCESS);
@@ -153,6 +199,26 @@ fn main() -> anyhow::Result<ExitCode> {
     } else {
         ExitCode::FAILURE
     })
+}
+
+fn policy_world(
+    model: bool,
+    kernel: bool,
+    agent: Option<PathBuf>,
+    cni: Option<PathBuf>,
+) -> anyhow::Result<policy::On> {
+    let root = weir_tests::topology::missing().is_none();
+    if model || (!kernel && !root) {
+        return Ok(policy::On::Model);
+    }
+    match (agent, cni) {
+        (Some(agent), Some(cni)) => Ok(policy::On::Kernel(policy::Binaries {
+            agent,
+            cni,
+            sockets: false,
+        })),
+        _ => anyhow::bail!("on namespaces it takes --agent and --cni; --model takes neither"),
+    }
 }
 
 #[allow(

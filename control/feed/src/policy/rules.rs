@@ -40,6 +40,23 @@ impl Sets {
     }
 }
 
+impl Sets {
+    /// A name is a port of whichever pod is the destination. Where rules let that be a pod that no selector speaks of,
+    /// the node has to know them all.
+    fn name_ports(&mut self, egress: &[PolicyRule]) {
+        let by_address =
+            |peer: &PolicyRulePeer| matches!(peer.kind, Some(policy_rule_peer::Kind::IpBlock(_)));
+        let of_anybody = |rule: &PolicyRule| {
+            rule.ports.iter().any(|port| !port.name.is_empty())
+                && (rule.any_peer || rule.peers.iter().any(by_address))
+        };
+        if egress.iter().any(of_anybody) {
+            let everyone = Members::of_namespaces(Selector::default());
+            self.0.insert(everyone.id(), everyone);
+        }
+    }
+}
+
 fn peer(kind: policy_rule_peer::Kind) -> PolicyRulePeer {
     PolicyRulePeer { kind: Some(kind) }
 }
@@ -95,6 +112,7 @@ pub(crate) fn network_policy(object: &Value) -> Translated {
     };
     let ingress = rules(message.isolates_ingress, &spec["ingress"], "from");
     let egress = rules(message.isolates_egress, &spec["egress"], "to");
+    sets.name_ports(&egress);
     (message.ingress, message.egress) = (ingress, egress);
     let subject = Selector::parse_or_all(&spec["podSelector"]).map(|pods| Members::Pods {
         namespaces: Namespaces::One(message.namespace.clone()),
@@ -212,6 +230,7 @@ pub(crate) fn cluster_network_policy(object: &Value) -> Option<Translated> {
     message.egress = items(&spec["egress"])
         .map(|rule| cluster_rule(rule, "to", &mut sets))
         .collect();
+    sets.name_ports(&message.egress);
     let subject = match only_field(&spec["subject"]) {
         Some(("namespaces", value)) => Selector::parse(value).map(Members::of_namespaces),
         Some(("pods", value)) => namespaced_pods(value),

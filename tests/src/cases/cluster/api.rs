@@ -53,7 +53,8 @@ impl std::fmt::Debug for Objects {
 #[must_use]
 pub(in crate::cases) fn plural(kind: &str) -> String {
     match kind {
-        "EndpointSlice" => "endpointslices".into(),
+        "NetworkPolicy" => "networkpolicies".into(),
+        "ClusterNetworkPolicy" => "clusternetworkpolicies".into(),
         _ => format!("{}s", kind.to_lowercase()),
     }
 }
@@ -270,6 +271,7 @@ impl Control {
         namespace: &Arc<Namespace>,
         address: SocketAddr,
         folder: &Path,
+        network: &Network,
     ) -> Result<Self> {
         let objects = Arc::new(Objects::default());
         for name in ["default", "kube-system"] {
@@ -283,7 +285,7 @@ impl Control {
             server: pki.server.clone(),
         };
         let client: Arc<dyn ObjectClient> = Arc::clone(&objects) as _;
-        let feed = Feed::new(client, &tls, &network());
+        let feed = Feed::new(client, &tls, network);
         let status = feed.status();
         let shutdown = CancellationToken::new();
         let stop = shutdown.clone();
@@ -405,8 +407,8 @@ impl Drop for Control {
     }
 }
 
-/// Service and pod ranges of the folder's README.
-fn network() -> Network {
+/// Service and pod ranges of the Service cases.
+pub(super) fn network() -> Network {
     let nets = |list: [&str; 2]| list.iter().filter_map(|n| n.parse().ok()).collect();
     Network {
         pod_cidrs: nets(["10.244.0.0/16", "fd00:244::/32"]),

@@ -16,12 +16,16 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
+use serde_json::{Map, Value};
+use weir_control::config::Network;
 
 use self::api::Control;
 use self::handle::Handle;
 use self::node::Node;
 use self::pod::Pod;
-use self::spec::{CaseFile, ExternalSpec, Listen, PodSpec, Segment, V4_PREFIX, V6_PREFIX};
+use self::spec::{
+    CaseFile, ExternalSpec, Listen, NodeSpec, PodSpec, Segment, V4_PREFIX, V6_PREFIX,
+};
 use crate::actor::command::Command;
 use crate::prog::cgroup::Cgroup;
 use crate::topology::Namespace;
@@ -121,6 +125,32 @@ pub(in crate::cases) fn add_address(
     namespace.ip(&arguments).map(drop)
 }
 
+/// What a world is made of.
+#[derive(Clone, Debug)]
+pub(in crate::cases) struct Layout {
+    pub(in crate::cases) segments: Vec<Segment>,
+    pub(in crate::cases) nodes: Vec<NodeSpec>,
+    pub(in crate::cases) externals: Vec<ExternalSpec>,
+    /// All pods that may come to be.
+    pub(in crate::cases) pods: Vec<PodSpec>,
+    /// Options of the agents.
+    pub(in crate::cases) options: Map<String, Value>,
+    pub(in crate::cases) network: Network,
+}
+
+impl From<&CaseFile> for Layout {
+    fn from(case: &CaseFile) -> Self {
+        Self {
+            segments: Segment::all(&case.segments),
+            nodes: case.nodes.clone(),
+            externals: case.external.clone(),
+            pods: case.pods.clone(),
+            options: case.agent.clone(),
+            network: api::network(),
+        }
+    }
+}
+
 impl Cluster {
     /// Lets socket hooks see a process of a pod or a node.
     ///
@@ -136,18 +166,18 @@ impl Cluster {
     ///
     /// # Errors
     /// The first thing that could not be built.
-    pub(in crate::cases) fn build(case: &CaseFile, binaries: &Binaries) -> Result<Self> {
+    pub(in crate::cases) fn build(layout: &Layout, binaries: &Binaries) -> Result<Self> {
         let folder = tempfile::tempdir()?;
-        let segments = Segment::all(&case.segments);
+        let segments = layout.segments.clone();
         let router = Namespace::new("r")?;
         build_router(&router, &segments)?;
         let control_namespace = Arc::new(Namespace::new("c")?);
         join_control(&router, &control_namespace)?;
         let address = SocketAddr::new(CONTROL.parse()?, FEED_PORT);
-        let control = Control::start(&control_namespace, address, folder.path())?;
+        let control = Control::start(&control_namespace, address, folder.path(), &layout.network)?;
         let mut cluster = Self {
             pods: BTreeMap::new(),
-            specs: case.pods.iter().map(|p| (p.key(), p.clone())).collect(),
+            specs: layout.pods.iter().map(|p| (p.key(), p.clone())).collect(),
             gone: BTreeMap::new(),
             nodes: BTreeMap::new(),
             externals: BTreeMap::new(),
@@ -162,20 +192,20 @@ impl Cluster {
             options: String::new(),
             outage: false,
         };
-        for (index, spec) in case.nodes.iter().enumerate() {
-            cluster.build_node(spec, index + 1, case)?;
+        for (index, spec) in layout.nodes.iter().enumerate() {
+            cluster.build_node(spec, index + 1, &layout.options)?;
         }
-        for (index, spec) in case.external.iter().enumerate() {
+        for (index, spec) in layout.externals.iter().enumerate() {
             cluster.build_external(spec, index + 1)?;
         }
-        let joined: Vec<String> = case
+        let joined: Vec<String> = layout
             .nodes
             .iter()
             .filter(|n| n.joined)
             .map(|n| n.name.clone())
             .collect();
         cluster.join(&joined)?;
-        for spec in case
+        for spec in layout
             .pods
             .iter()
             .filter(|p| p.present && joined.contains(&p.node))

@@ -9,7 +9,7 @@ use anyhow::{Context, Result, bail, ensure};
 use serde_json::{Map, Value, json};
 
 use super::handle::Handle;
-use super::spec::{self, CaseFile, NodeSpec, Segment};
+use super::spec::{self, NodeSpec, Segment};
 use super::{Cluster, add_address, prefixed, sysctl, usable_at_once};
 use crate::topology::{Namespace, next_number};
 
@@ -71,12 +71,20 @@ pub(in crate::cases) fn dataplane_section(options: &Map<String, Value>) -> Resul
     Ok(format!("[dataplane]\n{section}"))
 }
 
+impl Node {
+    /// Whether an agent was started here and not stopped since.
+    #[must_use]
+    pub(in crate::cases) fn has_agent(&self) -> bool {
+        self.agent.is_some()
+    }
+}
+
 impl Cluster {
     pub(in crate::cases) fn build_node(
         &mut self,
         spec: &NodeSpec,
         number: usize,
-        case: &CaseFile,
+        options: &Map<String, Value>,
     ) -> Result<()> {
         let namespace = Namespace::new(&format!("n-{}", spec.name))?;
         let settings = [
@@ -117,7 +125,7 @@ impl Cluster {
             agent: None,
             joined: false,
         };
-        let mut options = case.agent.clone();
+        let mut options = options.clone();
         match &self.cgroup {
             Some(cgroup) => options.insert("cgroup".into(), json!(cgroup.path())),
             None => options.insert("socket_translation".into(), json!(false)),
@@ -274,6 +282,8 @@ impl Cluster {
         }
         for pod in self.pods.values_mut().filter(|p| p.spec.node == name) {
             pod.lost = true;
+            let (namespace, name) = (&pod.spec.namespace, &pod.spec.name);
+            self.control.objects.remove("pods", namespace, name);
         }
         Ok(())
     }
@@ -396,6 +406,25 @@ impl Cluster {
     pub(in crate::cases) fn start_agent(&mut self, name: &str) -> Result<()> {
         self.spawn_agent(name)?;
         self.agents_up(&[name.to_owned()])
+    }
+
+    /// Starts agents side by side.
+    ///
+    /// # Errors
+    /// As [`Self::start_agent`].
+    pub(in crate::cases) fn start_agents(&mut self, names: &[String]) -> Result<()> {
+        for name in names {
+            self.spawn_agent(name)?;
+        }
+        self.agents_up(names)
+    }
+
+    /// Does a node's agent serve its runtime (CNI STATUS)?
+    ///
+    /// # Errors
+    /// What the plugin said.
+    pub(in crate::cases) fn status(&self, name: &str) -> Result<()> {
+        self.cni_status(self.node(name)?)
     }
 
     fn spawn_agent(&mut self, name: &str) -> Result<()> {

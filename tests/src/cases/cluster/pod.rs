@@ -40,18 +40,26 @@ impl Cluster {
             .nodes
             .get(&spec.node)
             .with_context(|| format!("no node {}", spec.node))?;
-        let (namespace, ips, actor) = if spec.host_network {
-            let log = self.actor_log();
-            let actor = Handle::start(&node.namespace, &log)?;
-            (None, node.ips.clone(), actor)
+        // As in a cluster: the API knows of the pod, then it is wired, then its addresses are told.
+        let mut object = spec.object();
+        let written = self.control.objects.put("pods", object.clone());
+        let uid = written["metadata"]["uid"].as_str().unwrap_or_default();
+        let (namespace, home) = if spec.host_network {
+            (None, &node.namespace)
         } else {
-            let namespace = Namespace::new(&format!("p-{}", spec.name))?;
-            let ips = self.cni(node, "ADD", &container_id, Some(&namespace), spec)?;
-            let actor = Handle::start(&namespace, &self.actor_log())?;
-            (Some(namespace), ips, actor)
+            let own = Namespace::new(&format!("p-{}", spec.name))?;
+            (Some(own), &node.namespace)
         };
+        let actor = Handle::start(namespace.as_ref().unwrap_or(home), &self.actor_log())?;
         self.admit(&actor)?;
+        // Before it can be reached: what does not answer then is not let in.
         listen(&actor, &spec.listen, &spec.key())?;
+        let ips = match &namespace {
+            Some(own) => self.cni(node, ("ADD", uid), &container_id, Some(own), spec)?,
+            None => node.ips.clone(),
+        };
+        spec.wired(&mut object, &ips);
+        self.control.objects.put("pods", object);
         let pod = Pod {
             spec: spec.clone(),
             ips,
@@ -64,7 +72,7 @@ impl Cluster {
         Ok(())
     }
 
-    /// The pod's wire is cut, then CNI DEL; its object goes with the next sync.
+    /// The pod's object goes, its wire is cut, then CNI DEL.
     ///
     /// # Errors
     /// What the plugin said.
@@ -74,6 +82,16 @@ impl Cluster {
             .remove(key)
             .with_context(|| format!("no pod {key}"))?;
         self.gone.insert(key.to_owned(), pod.ips.clone());
+        let (namespace, name) = (&pod.spec.namespace, &pod.spec.name);
+        self.control.objects.remove("pods", namespace, name);
+        self.unwire(&pod)
+    }
+
+    /// The wire of a pod whose object is somebody else's concern goes.
+    ///
+    /// # Errors
+    /// What the plugin said.
+    pub(in crate::cases) fn unwire(&self, pod: &Pod) -> Result<()> {
         let Some(namespace) = &pod.namespace else {
             return Ok(());
         };
@@ -82,14 +100,26 @@ impl Cluster {
         }
         namespace.ip(&["link", "set", "eth0", "down"])?;
         let node = self.nodes.get(&pod.spec.node).context("the pod's node")?;
-        self.cni(node, "DEL", &pod.container_id, Some(namespace), &pod.spec)?;
+        self.cni(
+            node,
+            ("DEL", ""),
+            &pod.container_id,
+            Some(namespace),
+            &pod.spec,
+        )?;
         Ok(())
+    }
+
+    /// Asks the plugin whether the agent behind it can wire pods.
+    pub(super) fn cni_status(&self, node: &Node) -> Result<()> {
+        let nobody = PodSpec::default();
+        self.cni(node, ("STATUS", ""), "", None, &nobody).map(drop)
     }
 
     fn cni(
         &self,
         node: &Node,
-        verb: &str,
+        (verb, uid): (&str, &str),
         container: &str,
         namespace: Option<&Namespace>,
         spec: &PodSpec,
@@ -100,10 +130,10 @@ impl Cluster {
             .map(|h| json!({"hostPort": h.host_port, "containerPort": h.port, "protocol": h.protocol.name().to_lowercase(), "hostIP": h.host_ip}))
             .collect();
         let config = json!({
-            "cniVersion": "1.0.0", "name": "weir", "type": "weir-cni",
+            "cniVersion": "1.1.0", "name": "weir", "type": "weir-cni",
             "socket": node.folder.join("run/cni.sock"), "stateDir": node.folder.join("state"),
-            "capabilities": {"portMappings": true},
-            "runtimeConfig": {"portMappings": mappings},
+            "capabilities": {"portMappings": true, "ips": true},
+            "runtimeConfig": {"portMappings": mappings, "ips": spec.wanted_ips},
         });
         let mut command = std::process::Command::new("timeout");
         command
@@ -116,7 +146,7 @@ impl Cluster {
             .env(
                 "CNI_ARGS",
                 format!(
-                    "IgnoreUnknown=1;K8S_POD_NAMESPACE={};K8S_POD_NAME={}",
+                    "IgnoreUnknown=1;K8S_POD_NAMESPACE={};K8S_POD_NAME={};K8S_POD_UID={uid}",
                     spec.namespace, spec.name
                 ),
             )

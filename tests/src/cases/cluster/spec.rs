@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
 use serde::Deserialize;
-use serde_json::Value;
+use serde_json::{Value, json};
 
 use crate::actor::command::Protocol;
 use crate::actor::packet;
@@ -153,7 +153,7 @@ pub(in crate::cases) struct ExternalSpec {
     pub(in crate::cases) routes: Vec<RouteSpec>,
 }
 
-#[derive(Clone, Debug, Deserialize)]
+#[derive(Clone, Debug, Default, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(in crate::cases) struct PodSpec {
     pub(in crate::cases) name: String,
@@ -175,6 +175,12 @@ pub(in crate::cases) struct PodSpec {
     pub(in crate::cases) host_network: bool,
     #[serde(default = "yes")]
     pub(in crate::cases) present: bool,
+    /// Addresses that it is to have; none leaves them to the agent.
+    #[serde(skip)]
+    pub(in crate::cases) wanted_ips: Vec<IpAddr>,
+    /// What the API serves of it; made of the rest when there is none.
+    #[serde(skip)]
+    pub(in crate::cases) api: Option<Value>,
 }
 
 impl PodSpec {
@@ -182,6 +188,34 @@ impl PodSpec {
     #[must_use]
     pub(in crate::cases) fn key(&self) -> String {
         pod_key(&self.namespace, &self.name)
+    }
+
+    /// The pod as the API serves it before it is wired.
+    #[must_use]
+    pub(in crate::cases) fn object(&self) -> Value {
+        let mut object = self.api.clone().unwrap_or_else(|| {
+            let port = |l: &Listen| json!({"containerPort": l.port, "protocol": l.protocol.name(), "name": l.name});
+            let ports: Vec<Value> = self.listen.iter().map(port).collect();
+            json!({"apiVersion": "v1", "kind": "Pod",
+                "metadata": {"namespace": self.namespace, "name": self.name, "labels": self.labels},
+                "spec": {"nodeName": self.node, "hostNetwork": self.host_network,
+                    "containers": [{"name": "c", "image": "none", "ports": ports}]}})
+        });
+        object["status"] = json!({"phase": "Pending"});
+        object
+    }
+
+    /// The same with what its wiring and its node tell.
+    pub(in crate::cases) fn wired(&self, object: &mut Value, ips: &[IpAddr]) {
+        let all: Vec<Value> = ips.iter().map(|ip| json!({"ip": ip.to_string()})).collect();
+        let told = self.api.as_ref().map(|api| api["status"].clone());
+        let status = told.unwrap_or_else(|| {
+            let ready = if self.ready { "True" } else { "False" };
+            json!({"phase": "Running", "conditions": [{"type": "Ready", "status": ready}]})
+        });
+        object["status"] = status;
+        object["status"]["podIP"] = all.first().map_or(Value::Null, |ip| ip["ip"].clone());
+        object["status"]["podIPs"] = all.into();
     }
 }
 

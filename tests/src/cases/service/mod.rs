@@ -13,8 +13,8 @@ use std::path::{Path, PathBuf};
 use anyhow::Context;
 use serde_json::Value;
 
-use super::cluster::Cluster;
 use super::cluster::spec::CaseFile;
+use super::cluster::{Cluster, Layout};
 use super::run::Plan;
 use super::{Outcome, Summary};
 use steps::Run;
@@ -142,7 +142,7 @@ fn run_case(case: &CaseFile, options: &Options) -> Outcome {
     if let Some(why) = unmet(case, options) {
         return Outcome::Skipped(why);
     }
-    let result = Cluster::build(case, binaries)
+    let result = Cluster::build(&Layout::from(case), binaries)
         .context("build the cluster")
         .and_then(|cluster| Run::start(case, cluster).context("bring up the objects"))
         .and_then(|mut run| run.steps(&case.steps));

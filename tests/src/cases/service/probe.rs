@@ -285,6 +285,7 @@ impl Run {
                 id: id.clone(),
                 every_ms: number(&body["every_ms"], 50),
                 reuse: body["reuse"] == true,
+                overlap: false,
                 probe,
             };
             self.cluster
