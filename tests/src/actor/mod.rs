@@ -116,39 +116,19 @@ impl Actor {
                 reuse,
                 overlap,
                 probe,
-            } => {
-                let stop = Arc::new(AtomicBool::new(false));
-                let stopped = Arc::clone(&stop);
-                let thread = std::thread::spawn(move || {
-                    if overlap {
-                        overlapping(&probe, every_ms, &stopped)
-                    } else {
-                        watch(&probe, every_ms, reuse, &stopped)
-                    }
-                });
-                lock(&self.watches).insert(id, Watching { stop, thread });
-                Reply::Done
-            }
+            } => self.begin(id, move |stop| {
+                if overlap {
+                    overlapping(&probe, every_ms, stop)
+                } else {
+                    watch(&probe, every_ms, reuse, stop)
+                }
+            }),
             Command::WatchFlow {
                 id,
                 flow,
                 every_ms,
                 timeout_ms,
-            } => {
-                let Some(mut conns) = lock(&self.flows).remove(&flow) else {
-                    return Reply::Failed(format!("no flow {flow}"));
-                };
-                let stop = Arc::new(AtomicBool::new(false));
-                let stopped = Arc::clone(&stop);
-                let flows = Arc::clone(&self.flows);
-                let thread = std::thread::spawn(move || {
-                    let attempts = asking(&mut conns, every_ms, timeout_ms, &stopped);
-                    lock(&flows).insert(flow, conns);
-                    attempts
-                });
-                lock(&self.watches).insert(id, Watching { stop, thread });
-                Reply::Done
-            }
+            } => self.watch_flow(id, flow, every_ms, timeout_ms),
             Command::Unwatch { id } => {
                 let Some(watching) = lock(&self.watches).remove(&id) else {
                     return Reply::Failed(format!("no watch {id}"));
@@ -167,6 +147,31 @@ impl Actor {
             } => http(to, &path, Duration::from_millis(timeout_ms)),
             Command::Forge(forged) => done(raw::forge(&forged)),
         }
+    }
+
+    /// Watches on a thread of its own until it is told to stop.
+    fn begin(
+        &self,
+        id: String,
+        watch: impl FnOnce(&AtomicBool) -> Vec<Attempt> + std::marker::Send + 'static,
+    ) -> Reply {
+        let stop = Arc::new(AtomicBool::new(false));
+        let stopped = Arc::clone(&stop);
+        let thread = std::thread::spawn(move || watch(&stopped));
+        lock(&self.watches).insert(id, Watching { stop, thread });
+        Reply::Done
+    }
+
+    fn watch_flow(&self, id: String, flow: String, every_ms: u64, timeout_ms: u64) -> Reply {
+        let Some(mut conns) = lock(&self.flows).remove(&flow) else {
+            return Reply::Failed(format!("no flow {flow}"));
+        };
+        let flows = Arc::clone(&self.flows);
+        self.begin(id, move |stop| {
+            let attempts = asking(&mut conns, every_ms, timeout_ms, stop);
+            lock(&flows).insert(flow, conns);
+            attempts
+        })
     }
 }
 

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
-use weir_tests::cases::{api, dns, policy, service};
+use weir_tests::cases::{Summary, api, dns, policy, service};
 
 /// Runs a folder of case files: one line per case, then `N passed, N failed, N skipped`.
 #[derive(Debug, Parser)]
@@ -115,7 +115,20 @@ enum Kind {
 
 fn main() -> anyhow::Result<ExitCode> {
     let _another_installed = rustls::crypto::ring::default_provider().install_default();
-    let summary = match Cli::parse().kind {
+    let Some(summary) = run(Cli::parse().kind)? else {
+        return Ok(ExitCode::SUCCESS);
+    };
+    print(&summary.to_string());
+    Ok(if summary.failed == 0 {
+        ExitCode::SUCCESS
+    } else {
+        ExitCode::FAILURE
+    })
+}
+
+/// Runs a folder; actors have no counts.
+fn run(kind: Kind) -> anyhow::Result<Option<Summary>> {
+    Ok(Some(match kind {
         Kind::Api {
             dir,
             only,
@@ -136,37 +149,7 @@ fn main() -> anyhow::Result<ExitCode> {
             };
             api::run_folder(&options, print)?
         }
-        Kind::Service {
-            dir,
-            only,
-            model,
-            kernel: _,
-            seed,
-            agent,
-            cni,
-            slow,
-            jobs,
-            json,
-            sockets,
-        } => {
-            let on = match (model, agent, cni) {
-                (false, Some(agent), Some(cni)) => service::On::Kernel(service::Binaries {
-                    agent,
-                    cni,
-                    sockets,
-                }),
-                _ => service::On::Model { seed },
-            };
-            let options = service::Options {
-                folder: dir,
-                only,
-                on,
-                slow,
-                jobs,
-                json,
-            };
-            service::run_folder(&options, print)?
-        }
+        service @ Kind::Service { .. } => service_cases(service)?,
         Kind::Policy {
             dir,
             only,
@@ -189,16 +172,46 @@ fn main() -> anyhow::Result<ExitCode> {
         }
         Kind::Actor => {
             weir_tests::actor::run(std::io::stdin().lock(), std::io::stdout())?;
-            return Ok(ExitCode::SUCCESS);
+            return Ok(None);
         }
         Kind::Dns { dir, only } => dns::run_folder(&dns::Options { folder: dir, only }, print)?,
+    }))
+}
+
+fn service_cases(kind: Kind) -> anyhow::Result<Summary> {
+    let Kind::Service {
+        dir,
+        only,
+        model,
+        kernel: _,
+        seed,
+        agent,
+        cni,
+        slow,
+        jobs,
+        json,
+        sockets,
+    } = kind
+    else {
+        anyhow::bail!("no Service cases");
     };
-    print(&summary.to_string());
-    Ok(if summary.failed == 0 {
-        ExitCode::SUCCESS
-    } else {
-        ExitCode::FAILURE
-    })
+    let on = match (model, agent, cni) {
+        (false, Some(agent), Some(cni)) => service::On::Kernel(service::Binaries {
+            agent,
+            cni,
+            sockets,
+        }),
+        _ => service::On::Model { seed },
+    };
+    let options = service::Options {
+        folder: dir,
+        only,
+        on,
+        slow,
+        jobs,
+        json,
+    };
+    service::run_folder(&options, print)
 }
 
 fn policy_world(
