@@ -1,6 +1,6 @@
 //! What a change in the cluster means for nodes.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use bytes::Bytes;
 use control_api::desired::Name;
@@ -23,6 +23,8 @@ pub struct Effects {
     pub per_node: BTreeMap<String, Vec<Op>>,
     /// For single nodes whose agents run pods.
     pub per_runner: BTreeMap<String, Vec<Op>>,
+    /// Nodes that so much changes for that they take a snapshot instead; `per_node` says nothing of them.
+    pub afresh: BTreeSet<String>,
 }
 
 impl Effects {
@@ -42,12 +44,16 @@ impl Effects {
 
     #[must_use]
     pub fn is_empty(&self) -> bool {
-        self.shared.is_empty() && self.per_node.is_empty() && self.per_runner.is_empty()
+        self.shared.is_empty()
+            && self.per_node.is_empty()
+            && self.per_runner.is_empty()
+            && self.afresh.is_empty()
     }
 
     /// Adds later effects. Operations keep their order; the caller must not merge two changes of one object.
     pub fn extend(&mut self, later: Self) {
         self.shared.extend(later.shared);
+        self.afresh.extend(later.afresh);
         for (all, later) in [
             (&mut self.per_node, later.per_node),
             (&mut self.per_runner, later.per_runner),

@@ -98,10 +98,7 @@ impl Index {
     /// What follows from a change for objects other than its own.
     fn settle(&mut self) -> Effects {
         let mut effects = self.elect();
-        effects.extend(Effects {
-            per_node: self.policies.flush(),
-            ..Effects::default()
-        });
+        effects.extend(self.policies.flush());
         effects
     }
 
@@ -205,6 +202,11 @@ impl Index {
             objects.extend(pods.filter_map(|name| Some(self.pods.get(name)?.sent.clone())));
         }
         objects
+    }
+
+    #[cfg(test)]
+    pub(crate) fn policies(&mut self) -> &mut Policies {
+        &mut self.policies
     }
 
     #[cfg(test)]

@@ -74,6 +74,9 @@ impl Entry {
     }
 
     fn is_too_much(&self, node: &str, runs_pods: bool) -> bool {
+        if self.effects.afresh.contains(node) {
+            return true;
+        }
         let ops = self.effects.of_node(node, runs_pods);
         let sizes = ops.map(|op| match op {
             Op::Upsert(bytes) => bytes.len(),
@@ -168,6 +171,13 @@ pub(super) struct Opening {
     pub(super) revision: u64,
     /// Present unless the stream resumes.
     pub(super) snapshot: Option<Vec<Bytes>>,
+}
+
+/// A snapshot that replaces what a stream has sent so far.
+#[derive(Debug)]
+pub(super) struct Renewal {
+    pub(super) revision: u64,
+    pub(super) snapshot: Vec<Bytes>,
 }
 
 /// What a stream finds at its cursor.
@@ -444,6 +454,21 @@ impl Hub {
         Next::UpToDate {
             progress: (progress.told < head).then_some(head),
         }
+    }
+
+    /// A new snapshot for a stream that is open.
+    pub(super) fn renew(&self, node: &str, session: u64, runs_pods: bool) -> Option<Renewal> {
+        let mut inner = self.lock();
+        let (cursor, revision) = (inner.next_seq(), inner.head_revision);
+        let progress = inner.nodes.get_mut(node).filter(|p| p.session == session)?;
+        progress.cursor = cursor;
+        progress.sent = revision;
+        progress.told = revision;
+        inner.counters.snapshots += 1;
+        Some(Renewal {
+            revision,
+            snapshot: inner.index.snapshot(node, runs_pods),
+        })
     }
 
     /// Notes that an empty delta moved the node to this revision.

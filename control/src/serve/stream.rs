@@ -135,15 +135,18 @@ impl Follower {
                     )));
                 }
                 Next::TooMuch => {
-                    return Some(Err(Status::aborted(
-                        "a change is too large for one message; connect again for a snapshot",
-                    )));
+                    let (node, id) = (&self.session.node, self.session.id);
+                    let Some(renewal) = hub.renew(node, id, self.runs_pods) else {
+                        return Some(Err(taken_over()));
+                    };
+                    self.phase = Phase::Snapshot {
+                        objects: renewal.snapshot,
+                        sent: 0,
+                        revision: renewal.revision,
+                    };
+                    return self.next_part().map(Ok);
                 }
-                Next::Replaced => {
-                    return Some(Err(Status::aborted(
-                        "another stream of this node took over",
-                    )));
-                }
+                Next::Replaced => return Some(Err(taken_over())),
             };
             tokio::select! {
                 () = self.ended.cancelled() => return None,
@@ -186,6 +189,10 @@ impl Follower {
         }
         Some(bytes)
     }
+}
+
+fn taken_over() -> Status {
+    Status::aborted("another stream of this node took over")
 }
 
 /// Takes acknowledgements until the client ends, falls silent, or the stream is dropped.

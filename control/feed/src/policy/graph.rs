@@ -419,8 +419,11 @@ impl Graph {
         if self.touched.is_quiet() {
             return;
         }
-        let members = self.sets.get(set).map(|set| set.members.clone());
-        for id in members.into_iter().flatten() {
+        let Some(entry) = self.sets.get(set) else {
+            return;
+        };
+        self.touched.expect(node, entry.members.len());
+        for id in entry.members.clone() {
             self.touch_peer(node, id);
         }
     }

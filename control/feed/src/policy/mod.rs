@@ -16,13 +16,11 @@ mod slab;
 #[cfg(test)]
 mod tests;
 
-use std::collections::BTreeMap;
-
 use bytes::Bytes;
 use control_api::desired::Name;
 use serde_json::Value;
 
-use crate::effects::Op;
+use crate::Effects;
 use graph::Graph;
 
 /// See the module documentation.
@@ -90,8 +88,13 @@ impl Policies {
     }
 
     /// What changes since the last call mean for each node.
-    pub(crate) fn flush(&mut self) -> BTreeMap<String, Vec<Op>> {
+    pub(crate) fn flush(&mut self) -> Effects {
         self.graph.flush()
+    }
+
+    #[cfg(test)]
+    pub(crate) fn set_limit(&mut self, limit: usize) {
+        self.graph.touched.set_limit(limit);
     }
 
     /// While nobody listens, changes are not noted down.

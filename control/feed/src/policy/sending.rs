@@ -8,7 +8,10 @@ use control_api::desired::Name;
 use control_api::v1::{ObjectKind, PolicyName, PolicyPeer, object};
 
 use super::graph::{Graph, Peer, Share};
-use crate::effects::{Op, encode, key_of};
+use crate::effects::{Effects, Op, encode, key_of};
+
+/// Peers of one node that a change may concern; a node that it concerns with more takes a snapshot.
+const MAX_TOUCHED: usize = 4096;
 
 /// What a node is told of a peer, short of its text.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
@@ -22,6 +25,8 @@ struct View {
 
 #[derive(Debug, Default)]
 struct OfNode {
+    /// More than is worth comparing; nothing else is noted down then.
+    afresh: bool,
     /// The view before the first touch; none when the node did not hold the peer.
     peers: HashMap<u32, Option<View>>,
     /// The version before the first touch.
@@ -29,16 +34,55 @@ struct OfNode {
 }
 
 /// What changed since the last flush.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(super) struct Touched {
     quiet: bool,
+    limit: usize,
     nodes: BTreeMap<Arc<str>, OfNode>,
     /// Names of what has gone since.
     left_peers: HashMap<u32, Name>,
     left_policies: HashMap<u32, Name>,
 }
 
+impl Default for Touched {
+    fn default() -> Self {
+        Self {
+            quiet: false,
+            limit: MAX_TOUCHED,
+            nodes: BTreeMap::new(),
+            left_peers: HashMap::new(),
+            left_policies: HashMap::new(),
+        }
+    }
+}
+
 impl Touched {
+    #[cfg(test)]
+    pub(super) fn set_limit(&mut self, limit: usize) {
+        self.limit = limit;
+    }
+
+    fn of_node(&mut self, node: &Arc<str>) -> &mut OfNode {
+        self.nodes.entry(Arc::clone(node)).or_default()
+    }
+
+    /// Whether what is touched on this node has not to be noted any more.
+    fn is_settled(&self, node: &str) -> bool {
+        self.quiet || self.nodes.get(node).is_some_and(|of_node| of_node.afresh)
+    }
+
+    /// Gives up on single peers when there are more than `more` of them to come.
+    pub(super) fn expect(&mut self, node: &Arc<str>, more: usize) {
+        let limit = self.limit;
+        let of_node = self.of_node(node);
+        if of_node.peers.len().max(more) > limit {
+            *of_node = OfNode {
+                afresh: true,
+                ..OfNode::default()
+            };
+        }
+    }
+
     pub(super) fn is_quiet(&self) -> bool {
         self.quiet
     }
@@ -65,25 +109,24 @@ impl Graph {
     }
 
     pub(super) fn touch_peer(&mut self, node: &Arc<str>, id: u32) {
-        if self.touched.quiet {
+        if self.touched.is_settled(node) {
             return;
         }
-        if let Some(of_node) = self.touched.nodes.get(node)
-            && of_node.peers.contains_key(&id)
-        {
+        let known = self.touched.nodes.get(node);
+        if known.is_some_and(|of_node| of_node.peers.contains_key(&id)) {
             return;
         }
         let view = self.view(node, id);
-        let of_node = self.touched.nodes.entry(Arc::clone(node)).or_default();
-        of_node.peers.insert(id, view);
+        self.touched.of_node(node).peers.insert(id, view);
+        self.touched.expect(node, 0);
     }
 
     pub(super) fn touch_policy(&mut self, node: &Arc<str>, id: u32) {
-        if self.touched.quiet {
+        if self.touched.is_settled(node) {
             return;
         }
         let held = self.held_policy(node, id);
-        let of_node = self.touched.nodes.entry(Arc::clone(node)).or_default();
+        let of_node = self.touched.of_node(node);
         of_node.policies.entry(id).or_insert(held);
     }
 
@@ -107,15 +150,19 @@ impl Graph {
         })
     }
 
-    pub(super) fn flush(&mut self) -> BTreeMap<String, Vec<Op>> {
+    pub(super) fn flush(&mut self) -> Effects {
         let touched = std::mem::take(&mut self.touched.nodes);
         let mut encoded = HashMap::new();
-        let mut effects = BTreeMap::new();
+        let mut effects = Effects::default();
         for (node, of_node) in touched {
+            if of_node.afresh {
+                effects.afresh.insert(node.as_ref().to_owned());
+                continue;
+            }
             let mut ops = self.policy_ops(&node, of_node.policies);
             ops.extend(self.peer_ops(&node, of_node.peers, &mut encoded));
             if !ops.is_empty() {
-                effects.insert(node.as_ref().to_owned(), ops);
+                effects.per_node.insert(node.as_ref().to_owned(), ops);
             }
         }
         self.touched.left_peers.clear();

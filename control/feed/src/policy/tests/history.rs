@@ -201,8 +201,9 @@ fn apply(state: &mut DesiredState, node: &str, effects: &Effects) {
 
 proptest! {
     #[test]
-    fn nodes_hold_what_a_naive_computation_says(steps in prop::collection::vec(step(), 1..50)) {
+    fn nodes_hold_what_a_naive_computation_says(steps in prop::collection::vec(step(), 1..50), limit in 0usize..8) {
         let mut index = Index::new(ClusterConfig::default());
+        index.policies().set_limit(limit);
         let mut cluster = Cluster::new();
         let mut states: Vec<DesiredState> = vec![DesiredState::default(); NODES.len()];
         for step in &steps {
@@ -219,7 +220,12 @@ proptest! {
                 (_, false) => index.upsert(kind, &object, 1),
             };
             for (node, state) in NODES.iter().zip(&mut states) {
-                apply(state, node, &effects);
+                if effects.afresh.contains(*node) {
+                    prop_assert!(!effects.per_node.contains_key(*node));
+                    *state = index.desired_state(node, false, 1);
+                } else {
+                    apply(state, node, &effects);
+                }
                 let (policies, peers) = naive(&cluster, node);
                 prop_assert_eq!(&state.policies, &policies, "{} {:?}", node, step);
                 prop_assert_eq!(&state.policy_peers, &peers, "{} {:?}", node, step);

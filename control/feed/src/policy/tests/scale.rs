@@ -71,3 +71,23 @@ fn a_change_of_labels_is_cheap_in_a_large_cluster() {
     // Wide of what is measured, so that only a change of the order of growth fails on a busy machine.
     assert!(median < Duration::from_millis(20), "{median:?}");
 }
+
+#[test]
+fn a_policy_for_the_whole_cluster_does_not_hold_up_the_feed() {
+    let (mut index, _) = index();
+    let all = json!({"namespaces": {}});
+    let policy = json!({"metadata": {"name": "c"}, "spec": {"tier": "Admin", "priority": 1, "subject": all,
+        "ingress": [{"action": "Accept", "from": [all]}]}});
+    let start = Instant::now();
+    let effects = index.upsert(Kind::ClusterNetworkPolicy, &policy, 2);
+    let there = start.elapsed();
+    // Everybody is told of everybody: by snapshots, not one by one.
+    assert_eq!((effects.afresh.len(), effects.per_node.len()), (NODES, 0));
+    let mut pod = pod(3, 1);
+    pod["metadata"]["name"] = json!("new");
+    let start = Instant::now();
+    assert_eq!(index.upsert(Kind::Pod, &pod, 3).per_node.len(), NODES);
+    let new = start.elapsed();
+    eprintln!("policy for the whole cluster {there:?}, a new pod under it {new:?}");
+    assert!(there < Duration::from_secs(5), "{there:?}");
+}
