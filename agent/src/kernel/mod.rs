@@ -43,7 +43,7 @@ pub use programs::{
 
 use collect::Collector;
 use park::Parking;
-use programs::Programs;
+use programs::{Links, Programs};
 use services::Services;
 use table::CounterTable;
 
@@ -555,7 +555,25 @@ impl Kernel {
         ifindex: u32,
         repeat: u32,
     ) -> Result<TestRun, KernelError> {
-        lock(&self.programs).test_run(program, packet, ifindex, repeat)
+        lock(&self.programs).test_run(program, packet, Links::at(ifindex), repeat)
+    }
+
+    /// As [`Self::test_run`] for a packet on its way out of a link, which has come in by another (Linux 5.11 or newer).
+    ///
+    /// # Errors
+    /// [`KernelError`] when the kernel cannot run it.
+    pub fn test_run_forwarded(
+        &self,
+        program: Program,
+        packet: &[u8],
+        came_in_by: u32,
+        ifindex: u32,
+    ) -> Result<TestRun, KernelError> {
+        let links = Links {
+            at: ifindex,
+            came_in_by,
+        };
+        lock(&self.programs).test_run(program, packet, links, 1)
     }
 
     /// As [`Self::test_run`], for a program that costs what the kernel itself costs.

@@ -300,11 +300,11 @@ impl Programs {
         &mut self,
         program: Program,
         packet: &[u8],
-        ifindex: u32,
+        links: Links,
         repeat: u32,
     ) -> Result<TestRun, KernelError> {
         classifier(&mut self.ebpf, program)
-            .and_then(|loaded| run_on(loaded, packet, ifindex, repeat))
+            .and_then(|loaded| run_on(loaded, packet, links, repeat))
             .map_err(|source| KernelError::Program {
                 program: program.name(),
                 source: source.into(),
@@ -371,18 +371,35 @@ impl Programs {
     }
 }
 
+/// Where a packet of a test run is.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Links {
+    pub(super) at: u32,
+    /// Zero for packets of the node's own stack on their way out.
+    pub(super) came_in_by: u32,
+}
+
+impl Links {
+    /// The link alone.
+    pub(super) fn at(at: u32) -> Self {
+        Self { at, came_in_by: 0 }
+    }
+}
+
 fn run_on(
     program: &SchedClassifier,
     packet: &[u8],
-    ifindex: u32,
+    links: Links,
     repeat: u32,
 ) -> Result<TestRun, aya::programs::ProgramError> {
-    /// Offset of `ifindex` in the kernel's `__sk_buff`, and how much of it is given.
+    /// Offsets of fields in the kernel's `__sk_buff`, and how much of it is given.
+    const INGRESS_IFINDEX: usize = 36;
     const IFINDEX: usize = 40;
     const CONTEXT: usize = 192;
     const HEADROOM: usize = 256;
     let mut context = [0u8; CONTEXT];
-    context[IFINDEX..IFINDEX + 4].copy_from_slice(&ifindex.to_ne_bytes());
+    context[IFINDEX..IFINDEX + 4].copy_from_slice(&links.at.to_ne_bytes());
+    context[INGRESS_IFINDEX..INGRESS_IFINDEX + 4].copy_from_slice(&links.came_in_by.to_ne_bytes());
     let mut output = vec![0u8; packet.len() + HEADROOM];
     let mut options = TestRunOptions::new();
     options.data_in = Some(packet);

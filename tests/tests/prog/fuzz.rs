@@ -4,6 +4,8 @@
 //! Named invariants: a frame that goes on keeps its length and what its checksums were off by (a broken packet stays
 //! as broken as it came, a good one good); only an answer in place of a refused packet has another length, and it is good.
 
+use std::cell::RefCell;
+
 use anyhow::{Context, Result, ensure};
 use proptest::collection::vec;
 use proptest::prelude::*;
@@ -12,6 +14,7 @@ use proptest::test_runner::{Config, RngSeed, TestRunner};
 use weir_agent::kernel::Program;
 use weir_tests::prog::frame::{self, Residue};
 use weir_tests::prog::packet::{Packet, TCP, UDP};
+use weir_tests::prog::policies::Policies;
 use weir_tests::prog::world::{NODE_V4, NODE_V6, PEER_V4, PEER_V6, World, unable};
 
 use super::{DROP, FAMILIES, Family, LIMITS, at};
@@ -33,6 +36,10 @@ struct Arrival {
     /// Which of the world's links.
     link: usize,
     frame: Vec<u8>,
+    /// Came in by a link without programs.
+    forwarded: bool,
+    /// What pod `a` gets for a policy before.
+    policy: Option<u32>,
 }
 
 /// What is done to a good frame.
@@ -143,13 +150,26 @@ fn frame(f: Family) -> impl Strategy<Value = Vec<u8>> {
 }
 
 fn arrivals(f: Family) -> impl Strategy<Value = Vec<Arrival>> {
-    let arrival = (select(&HOOKS[..]), 0usize..4, frame(f))
-        .prop_map(|(hook, link, frame)| Arrival { hook, link, frame });
+    let policy = prop_oneof![4 => Just(None), 1 => (0u32..32).prop_map(Some)];
+    let arrival = (
+        select(&HOOKS[..]),
+        0usize..4,
+        frame(f),
+        any::<bool>(),
+        policy,
+    )
+        .prop_map(|(hook, link, frame, forwarded, policy)| Arrival {
+            hook,
+            link,
+            frame,
+            forwarded,
+            policy,
+        });
     vec(arrival, 1..6)
 }
 
 /// Runs one frame and judges what comes out.
-fn judge(world: &World, arrival: &Arrival) -> Result<()> {
+fn judge(world: &World, policies: &mut Policies, arrival: &Arrival) -> Result<()> {
     let links = [
         world.a.link.ifindex,
         world.b.link.ifindex,
@@ -165,9 +185,15 @@ fn judge(world: &World, arrival: &Arrival) -> Result<()> {
     if arrival.frame.len() < least {
         return Ok(());
     }
+    if let Some(flags) = arrival.policy {
+        policies.set_pod(world.a.link.ifindex, 1, flags)?;
+        policies.bump()?;
+    }
+    let came_in_by = u32::from(arrival.forwarded && arrival.hook == Program::ToPod);
+    let link = links[arrival.link];
     let output = world
         .kernel
-        .test_run(arrival.hook, &arrival.frame, links[arrival.link], 1)?;
+        .test_run_forwarded(arrival.hook, &arrival.frame, came_in_by, link)?;
     if output.verdict == DROP {
         return Ok(());
     }
@@ -204,6 +230,7 @@ fn fuzz(f: Family) -> Result<()> {
     let mut world = World::new(LIMITS)?;
     world.serve(f.vip, &[f.far, f.b, f.a])?;
     world.serve(f.other_vip, &[f.far])?;
+    let policies = RefCell::new(Policies::open(&world.bpffs)?);
     let config = Config {
         cases: u32::try_from(number("WEIR_FUZZ_CASES", CASES.into()))?,
         rng_seed: RngSeed::Fixed(number("WEIR_FUZZ_SEED", SEED)),
@@ -212,7 +239,8 @@ fn fuzz(f: Family) -> Result<()> {
     };
     let result = TestRunner::new(config).run(&arrivals(f), |arrivals| {
         for arrival in &arrivals {
-            judge(&world, arrival).map_err(|error| TestCaseError::fail(format!("{error:#}")))?;
+            judge(&world, &mut policies.borrow_mut(), arrival)
+                .map_err(|error| TestCaseError::fail(format!("{error:#}")))?;
         }
         Ok(())
     });
@@ -222,8 +250,9 @@ fn fuzz(f: Family) -> Result<()> {
     let malformed = world.counter("malformed")?;
     let created = world.counter("flow_created")?;
     println!("{}: {malformed} malformed, {created} flows", f.vip);
+    let denied = world.counter("policy_ingress")? + world.counter("policy_pending")?;
     ensure!(
-        malformed > 0 && created > 0,
+        malformed > 0 && created > 0 && denied > 0,
         "the frames missed what they are for"
     );
     Ok(())

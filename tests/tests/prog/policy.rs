@@ -261,6 +261,39 @@ fn later_fragments_have_no_licence_of_their_own() {
 }
 
 #[test]
+fn what_the_nodes_stack_forwards_is_judged_at_the_pod() {
+    each(|world, f, protocol| {
+        /// No link of the dataplane's.
+        const OTHER: u32 = 1;
+        let a = world.a.link.ifindex;
+        let mut policies = Policies::open(&world.bpffs)?;
+        let client = outside(world, f)?;
+        let forward = |world: &World, packet: &Packet| -> Result<i32> {
+            let frame = packet.to_bytes();
+            let run = world
+                .kernel
+                .test_run_forwarded(Program::ToPod, &frame, OTHER, a)?;
+            ensure!(run.verdict == DROP || run.packet == frame, "it was changed");
+            Ok(run.verdict)
+        };
+        let ask = Packet::new(protocol, &at(client, 40_000), &at(f.a, 8080));
+        policies.set_pod(a, POLICY, SHUT_IN)?;
+        ensure!(forward(world, &ask)? == DROP && world.counter("flow_created")? == 0);
+        policies.set_pod(a, POLICY, SHUT_OUT)?;
+        ensure!(forward(world, &ask)? == PASS && forward(world, &ask)? == PASS);
+        ensure!(
+            run(world, Program::FromPod, &ask.answer(), a)?.0 != DROP,
+            "needs no rule"
+        );
+        policies.set_pod(a, POLICY, SHUT_IN)?;
+        policies.bump()?;
+        ensure!(forward(world, &ask)? == DROP);
+        ensure!(run(world, Program::FromPod, &ask.answer(), a)?.0 == DROP);
+        Ok(())
+    });
+}
+
+#[test]
 fn events_are_few_when_drops_are_many() {
     const PACKETS: u32 = 2_000;
     each(|world, f, protocol| {

@@ -2,7 +2,7 @@
 
 use aya::programs::SchedClassifier;
 
-use super::{KernelError, Programs, TestRun, run_on};
+use super::{KernelError, Links, Programs, TestRun, run_on};
 
 /// What a yardstick does with a packet.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -45,7 +45,7 @@ impl Programs {
             if program.fd().is_err() {
                 program.load()?;
             }
-            run_on(program, packet, ifindex, 1)
+            run_on(program, packet, Links::at(ifindex), 1)
         };
         run().map_err(|source| KernelError::Program {
             program: yardstick.name(),
