@@ -16,3 +16,4 @@ pub mod netlink;
 pub mod observe;
 pub mod plan;
 pub mod pods;
+pub mod policy;

@@ -17,8 +17,9 @@ use crate::maps::{MapTables, Opening, v4, v6};
 const PODS: u32 = 16_384;
 /// Address prefixes with an identity of their own, per family.
 const IDENTITIES: u32 = 1_000_000;
-/// Of all policies together. Those of one are bounded by whoever writes them.
-const RULES: u32 = 1_000_000;
+/// Of all policies together: twice what user space compiles at most, since an update has old and new in place at once.
+/// Those of one are bounded by whoever writes them.
+const RULES: u32 = 2_000_000;
 
 #[map(name = "pod_policies")]
 static POD_POLICIES: HashMap<u32, PodPolicy> = HashMap::pinned(PODS, BPF_F_NO_PREALLOC);

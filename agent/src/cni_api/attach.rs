@@ -6,10 +6,12 @@ use std::os::fd::AsFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 
+use control_api::desired::Name;
 use ipnetwork::IpNetwork;
 
 use super::record::{Key, Record};
 use super::{CniError, Code};
+use crate::compile::policy::LocalPod;
 use crate::compile::routes::{Path, gateway_for};
 use crate::kernel::{PodLink, PodPrograms, namespace_cookie};
 use crate::netlink::link::{Link, VethEnd};
@@ -124,10 +126,19 @@ impl Wiring {
         Ok(host.index)
     }
 
-    /// Gives a pod's link its programs; safe to repeat.
+    /// Takes over the policies of pods that an earlier agent attached, by the index of their link.
+    pub(super) fn adopt(&self, pods: Vec<(u32, LocalPod)>) -> Result<(), CniError> {
+        self.programs.adopt_pods(pods).map_err(|e| {
+            let source = std::error::Error::source(&e).map(ToString::to_string);
+            CniError::new(Code::Setup, e.to_string()).with_details(source.unwrap_or_default())
+        })
+    }
+
+    /// Gives a pod's link its policies, then its programs; safe to repeat.
     pub(super) fn attach(&self, record: &Record, host: &Link) -> Result<(), CniError> {
         self.programs
-            .attach_pod(&pod_link(record, host))
+            .enter_pod(host.index, &local_pod(record))
+            .and_then(|()| self.programs.attach_pod(&pod_link(record, host)))
             .map_err(|e| {
                 let source = std::error::Error::source(&e).map(ToString::to_string);
                 CniError::new(Code::Setup, e.to_string()).with_details(source.unwrap_or_default())
@@ -230,6 +241,16 @@ impl Wiring {
             return broken(format!("host link {host_name} lacks its eBPF programs"));
         }
         netns::inside(netns, || verify_pod_side(record))
+    }
+}
+
+/// Whose the attachment is, for policies.
+pub(super) fn local_pod(record: &Record) -> LocalPod {
+    let pod = &record.pod;
+    LocalPod {
+        name: (!pod.name.is_empty()).then(|| Name::new(&pod.namespace, &pod.name)),
+        uid: pod.uid.clone(),
+        addresses: record.addresses.clone(),
     }
 }
 

@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use super::CniError;
+use super::attach::local_pod;
 use super::ipam::Ipam;
 use super::record::{Record, is_host_name};
 use super::service::{Attachments, PodCidrs, Settings};
@@ -43,6 +44,12 @@ impl Attachments {
             .filter(|l| l.veth && is_host_name(&l.name))
             .map(|l| (l.name.as_str(), l))
             .collect();
+        // Policies first, of all pods at once: whatever programs the links have, they find them.
+        let pods = loaded.records.iter().filter_map(|record| {
+            let link = ours.get(record.key.host_name().as_str())?;
+            Some((link.index, local_pod(record)))
+        });
+        self.wiring.adopt(pods.collect())?;
         let mut live = Vec::new();
         let mut indexes = BTreeMap::new();
         for record in loaded.records {

@@ -25,6 +25,9 @@ use crate::netlink::{Netlink, base, netns};
 /// How long a DEL waits for an ADD of the same attachment that is still at work.
 const WAIT_FOR_OTHER: Duration = Duration::from_secs(25);
 
+/// How long an ADD waits until it is known and in place what applies to the pod. The runtime calls again later.
+const WAIT_FOR_POLICIES: Duration = Duration::from_secs(10);
+
 /// Answers with this node's pod ranges, once they are known.
 pub type PodCidrs = Arc<dyn Fn() -> Option<Vec<IpNetwork>> + Send + Sync>;
 
@@ -193,6 +196,15 @@ impl Attachments {
         match self.wiring.set_up(&record, netns) {
             Ok(index) => {
                 self.lock().links.insert(key.clone(), index);
+                if let Err(why) = self
+                    .wiring
+                    .programs
+                    .wait_for_policies(index, WAIT_FOR_POLICIES)
+                {
+                    self.wiring.tear_down(&key, index, &record.addresses)?;
+                    self.forget(&record)?;
+                    return Err(unpoliced(&record, &why));
+                }
             }
             Err(e) => {
                 self.forget(&record)?;
@@ -452,6 +464,15 @@ impl Attachments {
         }
         Ok(())
     }
+}
+
+fn unpoliced(record: &Record, why: &str) -> CniError {
+    let pod = &record.pod;
+    let message = format!(
+        "the network policies of pod {}/{} are not in place: {why}; try again later",
+        pod.namespace, pod.name
+    );
+    CniError::new(Code::TryAgain, message)
 }
 
 fn need_netns(netns: Option<&File>) -> Result<&File, CniError> {

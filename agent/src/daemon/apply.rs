@@ -20,6 +20,7 @@ use weir_agent::kernel::{self, Kernel};
 use weir_agent::netlink::link::Link;
 use weir_agent::netlink::{Netlink, NetlinkError, sync};
 use weir_agent::observe::Observe;
+use weir_agent::policy::Enforcer;
 
 use super::Readiness;
 use super::base::{self, Base};
@@ -40,6 +41,7 @@ pub(super) struct Applier {
     pub(super) config: Arc<Config>,
     pub(super) feed: FeedHandle,
     pub(super) kernel: Arc<Kernel>,
+    pub(super) enforcer: Arc<Enforcer>,
     pub(super) attachments: Arc<Attachments>,
     pub(super) base: Arc<Base>,
     pub(super) readiness: watch::Sender<Readiness>,
@@ -56,6 +58,8 @@ struct Progress {
     origin: Origin,
     /// What the kernel tables have not been compared with yet; `None` when they are up to date.
     pending: Option<Changes>,
+    /// The same of policies.
+    policies_pending: Option<Changes>,
     /// Links, nodes or routes changed since routes were last compared without an error.
     routes_pending: bool,
     committed_at_us: Option<i64>,
@@ -122,8 +126,10 @@ impl Applier {
         } else {
             Vec::new()
         };
+        // Before services: what may not pass must not be led anywhere.
+        route_errors.extend(self.apply_policies(progress).await);
         let mut failures = self.apply_services(progress).await;
-        let fatal = failures.is_err();
+        let fatal = failures.is_err() || progress.policies_pending.is_some();
         if progress.routes_pending {
             route_errors.extend(self.apply_routes(progress).await);
         }
@@ -173,6 +179,8 @@ impl Applier {
         });
         match work.await {
             Ok(Ok((addresses, changed))) => {
+                let own = addresses.own().map(|(address, _)| address);
+                self.enforcer.set_node_addresses(own.collect());
                 if changed {
                     // Host ports, balancer and external addresses follow from addresses of nodes.
                     progress.pending.get_or_insert_default();
@@ -192,6 +200,37 @@ impl Applier {
         }
         let serving = addresses.own().filter(|(_, serves)| *serves);
         Listen::On(serving.map(|(address, _)| address).collect())
+    }
+
+    /// Why policies could not be put in place, where they could not.
+    async fn apply_policies(&self, progress: &mut Progress) -> Option<String> {
+        let changes = progress.policies_pending.take()?;
+        if progress.origin == Origin::Disk {
+            // The maps hold what this run of the machine was told; after its start, they were filled from the disk already.
+            return None;
+        }
+        let (enforcer, state) = (Arc::clone(&self.enforcer), self.feed.state());
+        let work = tokio::task::spawn_blocking(move || {
+            let started = Instant::now();
+            let done = enforcer.apply(&state, &changes);
+            (done, started.elapsed(), state)
+        });
+        let problem = match work.await {
+            Ok((Ok(report), took, state)) => {
+                tracing::debug!(
+                    changed = report.changed,
+                    took_us = took.as_micros(),
+                    "policies applied"
+                );
+                refusals::tell_shut(&self.feed, &state, &report.shut);
+                return None;
+            }
+            Ok((Err(e), ..)) => format!("apply policies: {e}"),
+            Err(e) => format!("apply policies: {e}"),
+        };
+        tracing::error!(revision = progress.revision, %problem, "trying again");
+        progress.policies_pending = Some(Changes::everything());
+        Some(problem)
     }
 
     /// Services that do not fit in the kernel's tables, or why none could be programmed.
@@ -314,6 +353,7 @@ fn merge(progress: Option<Progress>, update: Update) -> Progress {
             revision: state.revision,
             origin,
             pending: Some(Changes::everything()),
+            policies_pending: Some(Changes::everything()),
             routes_pending: true,
             committed_at_us,
             retry_after: RETRY_FIRST,
@@ -329,15 +369,19 @@ fn merge(progress: Option<Progress>, update: Update) -> Progress {
         || changes.config
         || !changes.nodes.is_empty();
     let mut pending = old.pending.unwrap_or_default();
+    let mut policies_pending = old.policies_pending.unwrap_or_default();
     if old.origin == origin {
+        policies_pending.merge(changes.clone());
         pending.merge(changes);
     } else {
+        policies_pending = Changes::everything();
         pending = Changes::everything();
     }
     Progress {
         revision: state.revision,
         origin,
         pending: Some(pending),
+        policies_pending: Some(policies_pending),
         routes_pending,
         committed_at_us: old.committed_at_us.or(committed_at_us),
         retry_at: None,

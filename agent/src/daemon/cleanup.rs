@@ -10,6 +10,7 @@ use weir_agent::kernel::Kernel;
 use weir_agent::netlink::{
     HOST_LINK, Netlink, OVERLAY_LINK, PARK_LINK, base, overlay, reserved_ports, sync,
 };
+use weir_agent::policy;
 
 /// Removes and returns what was removed, one line each. Running it again finds nothing.
 pub(crate) fn run(config: &Config) -> Result<Vec<String>> {
@@ -50,7 +51,10 @@ pub(crate) fn run(config: &Config) -> Result<Vec<String>> {
     for pin in Kernel::cleanup(&config.bpffs)? {
         removed.push(format!("pin {}", pin.display()));
     }
-    for name in cni_api::STATE_NAMES.iter().chain(&[feed::STATE_NAME]) {
+    for name in cni_api::STATE_NAMES
+        .iter()
+        .chain(&[feed::STATE_NAME, policy::IDENTITIES_NAME])
+    {
         remove_path(&config.state_dir.join(name), &mut removed)?;
     }
     remove_path(&config.cni_socket(), &mut removed)?;

@@ -29,6 +29,7 @@ use weir_agent::kernel::{self, Kernel, Limits, NodeIdentity, PodPrograms};
 use weir_agent::netlink::{self, Netlink};
 use weir_agent::observe::{self, Checks, Observe};
 use weir_agent::pods;
+use weir_agent::policy::{Enforced, Enforcer, PolicyMaps};
 
 use base::Base;
 
@@ -75,11 +76,18 @@ pub(crate) async fn run(config: Config) -> Result<()> {
     observe.checks().pass(CHECK_PROGRAMS);
     let base = Arc::new(base);
     observe.set_dataplane(Arc::<Kernel>::clone(&kernel));
+    let enforcer = start_policies(&config, &feed, &kernel).await?;
+    observe.register(|registry| enforcer.stats().register(registry));
     let (attachments, cni) = {
-        let (config, feed, kernel) = (Arc::clone(&config), feed.clone(), Arc::clone(&kernel));
+        let (config, feed) = (Arc::clone(&config), feed.clone());
+        let programs = Enforced {
+            kernel: Arc::clone(&kernel),
+            enforcer: Arc::clone(&enforcer),
+        };
         let mtu = config.cni.mtu.unwrap_or(base.mtu());
         let base = Arc::clone(&base);
-        tokio::task::spawn_blocking(move || serve_cni(&config, &feed, kernel, &base, mtu)).await??
+        tokio::task::spawn_blocking(move || serve_cni(&config, &feed, programs, &base, mtu))
+            .await??
     };
     observe.checks().pass(CHECK_CNI);
     observe.set_attachments(Arc::clone(&attachments));
@@ -89,6 +97,7 @@ pub(crate) async fn run(config: Config) -> Result<()> {
         config: Arc::clone(&config),
         feed: feed.clone(),
         kernel: Arc::clone(&kernel),
+        enforcer,
         attachments,
         base,
         readiness,
@@ -228,11 +237,24 @@ fn translate_sockets(config: &Config, kernel: &Kernel) -> Result<()> {
     Ok(())
 }
 
+/// Takes over the policies that are in place; after a start of the machine, those that the node was told last.
+async fn start_policies(
+    config: &Arc<Config>,
+    feed: &FeedHandle,
+    kernel: &Arc<Kernel>,
+) -> Result<Arc<Enforcer>> {
+    let (config, state) = (Arc::clone(config), feed.state());
+    let maps: Arc<dyn PolicyMaps> = Arc::<Kernel>::clone(kernel);
+    let start = move || Enforcer::start(maps, &config.state_dir, &config.node_name, &state);
+    let enforcer = tokio::task::spawn_blocking(start).await?;
+    Ok(Arc::new(enforcer.context("take over policies")?))
+}
+
 /// Adopts the pods of this node and opens the socket for new ones.
 fn serve_cni(
     config: &Config,
     feed: &FeedHandle,
-    kernel: Arc<Kernel>,
+    programs: Enforced,
     base: &Base,
     mtu: u32,
 ) -> Result<(Arc<Attachments>, cni_api::Server)> {
@@ -243,7 +265,7 @@ fn serve_cni(
     };
     // Before any host port: they are on all addresses of the node.
     let surroundings = base.surroundings(&mut Netlink::open()?, &feed.state())?;
-    kernel.set_node_addresses(surroundings.nodes);
+    programs.kernel.set_node_addresses(surroundings.nodes);
     let (feed, name) = (feed.clone(), config.node_name.clone());
     let pod_cidrs: cni_api::PodCidrs = Arc::new(move || {
         let state = feed.state();
@@ -255,7 +277,7 @@ fn serve_cni(
                 .collect(),
         )
     });
-    let programs: Arc<dyn PodPrograms> = kernel;
+    let programs: Arc<dyn PodPrograms> = Arc::new(programs);
     let attachments = Arc::new(
         Attachments::start(store, programs, settings, pod_cidrs)
             .context("adopt the pods of this node")?,

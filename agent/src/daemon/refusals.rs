@@ -6,9 +6,11 @@ use control_api::desired::DesiredState;
 use control_api::v1::EventReport;
 use weir_agent::compile::services::{Owner, Refusal};
 use weir_agent::feed::FeedHandle;
+use weir_agent::policy::ShutPod;
 
-/// Reason of the Events.
+/// Reasons of the Events.
 const REASON: &str = "NotServed";
+const REASON_SHUT: &str = "NetworkShut";
 
 /// Sends the Events, when there is anybody to tell. Best effort: a refusal is also in the log and in `weirctl services`.
 pub(super) fn tell(feed: &FeedHandle, state: &DesiredState, refusals: &[Refusal]) {
@@ -20,6 +22,34 @@ pub(super) fn tell(feed: &FeedHandle, state: &DesiredState, refusals: &[Refusal]
     tokio::spawn(async move {
         if let Err(e) = feed.report_events(events).await {
             tracing::debug!(error = %e, "Events of Services that are not served could not be recorded");
+        }
+    });
+}
+
+/// Sends an Event to each pod that nothing may pass to or from.
+pub(super) fn tell_shut(feed: &FeedHandle, state: &DesiredState, pods: &[ShutPod]) {
+    if pods.is_empty() {
+        return;
+    }
+    let at_us = now_us();
+    let event = |pod: &ShutPod| EventReport {
+        kind: "Pod".into(),
+        namespace: pod.name.namespace.clone(),
+        name: pod.name.name.clone(),
+        uid: match state.policy_peers.get(&pod.name) {
+            Some(peer) if pod.uid.is_empty() => peer.uid.clone(),
+            _ => pod.uid.clone(),
+        },
+        r#type: "Warning".into(),
+        reason: REASON_SHUT.into(),
+        message: format!("nothing may pass to or from the pod: {}", pod.why),
+        at_us,
+    };
+    let events = pods.iter().map(event).collect();
+    let feed = feed.clone();
+    tokio::spawn(async move {
+        if let Err(e) = feed.report_events(events).await {
+            tracing::debug!(error = %e, "Events of pods that are shut could not be recorded");
         }
     });
 }

@@ -23,14 +23,17 @@ use std::collections::BTreeMap;
 use std::net::IpAddr;
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
 use control_api::desired::{Changes, DesiredState};
 use dataplane_common::reason::{DropReason, Event, SocketEvent};
 
 use crate::compile::node_addresses::NodeAddresses;
+use crate::compile::policy::LocalPod;
 use crate::compile::services::{Frontend, Owner, Refusal};
 pub use crate::compile::services::{HostPort, NodeIdentity, ServiceOptions};
 use crate::compile::surroundings::Surroundings;
+use crate::plan::policy::{Operation, Present};
 use crate::plan::services::{FrontendEntry, PresentBackend};
 pub use limits::Limits;
 pub use link::namespace_cookie;
@@ -43,6 +46,7 @@ pub use programs::{
 
 use collect::Collector;
 use park::Parking;
+use policy::PolicyTables;
 use programs::{Links, Programs};
 use services::Services;
 use table::CounterTable;
@@ -110,6 +114,31 @@ pub trait PodPrograms: Send + Sync {
     /// # Errors
     /// [`AttachError`] when the kernel refuses a removal.
     fn detach_pod(&self, ifindex: u32, addresses: &[IpAddr]) -> Result<(), AttachError>;
+
+    /// Says whose link an interface is, before it gets programs: from then on, the policies of that pod judge it; while
+    /// none is known, it is shut.
+    ///
+    /// # Errors
+    /// [`AttachError`] when its policy cannot be put in place.
+    fn enter_pod(&self, _ifindex: u32, _pod: &LocalPod) -> Result<(), AttachError> {
+        Ok(())
+    }
+
+    /// As [`Self::enter_pod`], of all pods that an earlier agent attached: nothing that is known of them is forgotten.
+    ///
+    /// # Errors
+    /// [`AttachError`] when the maps cannot be read or changed.
+    fn adopt_pods(&self, _pods: Vec<(u32, LocalPod)>) -> Result<(), AttachError> {
+        Ok(())
+    }
+
+    /// Waits until the policies of a pod are known and in place.
+    ///
+    /// # Errors
+    /// Why they are not, after `patience`.
+    fn wait_for_policies(&self, _ifindex: u32, _patience: Duration) -> Result<(), String> {
+        Ok(())
+    }
 
     /// Makes the host ports of this node equal to the list. Safe to repeat. One that is taken is logged, and left out.
     ///
@@ -249,7 +278,7 @@ pub struct FlowTableStatus {
     pub pressure: [bool; 2],
     /// Sum of all steps of this agent.
     pub total: CollectReport,
-    pub busy: std::time::Duration,
+    pub busy: Duration,
 }
 
 /// The loaded dataplane of this node.
@@ -257,6 +286,7 @@ pub struct FlowTableStatus {
 pub struct Kernel {
     programs: Mutex<Programs>,
     services: Mutex<Services>,
+    policies: PolicyTables,
     collector: Mutex<Collector>,
     parking: Parking,
     drops: CounterTable,
@@ -288,11 +318,13 @@ impl Kernel {
         let socket_events = counter("socket_events")?;
         programs.set_node_addresses(&node.addresses)?;
         let services = Services::open(maps, node)?;
+        let policies = PolicyTables::open(maps)?;
         let collector = Collector::open(maps)?;
         let parking = Parking::open(maps)?;
         Ok(Self {
             programs: Mutex::new(programs),
             services: Mutex::new(services),
+            policies,
             collector: Mutex::new(collector),
             parking,
             drops,
@@ -437,6 +469,30 @@ impl Kernel {
             lock(&self.collector).hurry();
         }
         Ok(report)
+    }
+
+    /// What the maps hold of policies.
+    ///
+    /// # Errors
+    /// [`KernelError`] when a map cannot be read.
+    pub fn read_policies(&self) -> Result<Present, KernelError> {
+        self.policies.read()
+    }
+
+    /// Carries out a plan for the maps of policies.
+    ///
+    /// # Errors
+    /// [`KernelError`] when a map refuses a change; those before it are made.
+    pub fn write_policies(&self, operations: &[Operation]) -> Result<(), KernelError> {
+        self.policies.carry_out(operations)
+    }
+
+    /// Counts changes of policies; flows that were judged before are judged again.
+    ///
+    /// # Errors
+    /// [`KernelError`] when the map cannot be read.
+    pub fn policy_generation(&self) -> Result<u32, KernelError> {
+        self.policies.generation()
     }
 
     /// Attaches the program that takes fragments back, on the near side of their link to user space. Safe to repeat.

@@ -21,7 +21,7 @@ use dataplane_common::layout::{
 use dataplane_common::{V4, V6, tail};
 use ipnetwork::IpNetwork;
 
-use super::policy::PodPolicies;
+use super::policy::PolicyTables;
 use super::services::{Wire, open};
 use super::table::{Plain, Table};
 use super::{KernelError, Limits, ProgramSize};
@@ -178,7 +178,7 @@ pub(super) struct Programs {
     endpoints_v6: Table<V6, Endpoint>,
     node_v4: Table<u32, Node<V4>>,
     node_v6: Table<u32, Node<V6>>,
-    pod_policies: PodPolicies,
+    policies: PolicyTables,
     sockets: SocketMaps,
     /// Uplinks whose driver has its program; the value says nothing.
     drivers: Table<u32, u32>,
@@ -234,7 +234,7 @@ impl Programs {
             endpoints_v6: open(maps, "endpoints_v6")?,
             node_v4: open(maps, "node_v4")?,
             node_v6: open(maps, "node_v6")?,
-            pod_policies: PodPolicies::open(maps)?,
+            policies: PolicyTables::open(maps)?,
             sockets: SocketMaps::open(maps)?,
             drivers: open(maps, "driver_links")?,
             ranges_v4: open(maps, "ranges_v4")?,

@@ -294,6 +294,17 @@ impl<K: Plain, V: Plain> Table<K, V> {
         Ok(())
     }
 
+    /// As [`Self::put_all`], one by one where the kernel has no batches for this type of map.
+    pub(super) fn put_all_or_each(&self, keys: &[K], values: &[V]) -> io::Result<()> {
+        match self.put_all(keys, values) {
+            Err(error) if matches!(error.raw_os_error(), Some(libc::EINVAL | ENOTSUPP)) => {
+                let mut entries = keys.iter().zip(values);
+                entries.try_for_each(|(key, value)| self.put(key, value))
+            }
+            other => other,
+        }
+    }
+
     /// True when there was something to remove.
     pub(super) fn remove(&self, key: &K) -> io::Result<bool> {
         let mut attr = self.element(address(key), 0, 0);

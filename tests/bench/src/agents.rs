@@ -196,10 +196,8 @@ impl Agents {
             .env("CNI_IFNAME", "eth0")
             .env("CNI_PATH", "/opt/cni/bin")
             .env("CNI_NETNS", namespace.path())
-            .env(
-                "CNI_ARGS",
-                format!("IgnoreUnknown=1;K8S_POD_NAMESPACE=bench;K8S_POD_NAME={name}"),
-            )
+            // No pod of a cluster, which would have policies to wait for.
+            .env("CNI_ARGS", "IgnoreUnknown=1")
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .stderr(Stdio::piped())

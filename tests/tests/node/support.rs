@@ -100,7 +100,8 @@ impl Runtime {
             .env("CNI_PATH", "/opt/cni/bin")
             .env(
                 "CNI_ARGS",
-                "IgnoreUnknown=1;K8S_POD_NAMESPACE=default;K8S_POD_NAME=web",
+                // No pod of a cluster, which would have policies to wait for.
+                "IgnoreUnknown=1",
             )
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())

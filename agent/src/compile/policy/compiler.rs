@@ -8,7 +8,8 @@ use std::net::IpAddr;
 use std::sync::Arc;
 
 use control_api::desired::{Changes, DesiredState, Name};
-use control_api::v1::PolicyPeer;
+use control_api::name_map::NameMap;
+use control_api::v1::{Policy, PolicyPeer};
 
 use super::domains::{self, DomainAnswers};
 use super::hosts::{self, Hosts, Locals};
@@ -25,9 +26,23 @@ const UNUSED_KEPT: usize = 4_096;
 /// Where everything comes from.
 #[derive(Clone, Copy, Debug)]
 pub struct Input<'a> {
-    pub state: &'a DesiredState,
+    pub policies: &'a NameMap<Policy>,
+    pub peers: &'a NameMap<PolicyPeer>,
     pub locals: &'a Locals,
     pub domains: &'a DomainAnswers,
+}
+
+impl<'a> Input<'a> {
+    /// Of a whole state.
+    #[must_use]
+    pub fn new(state: &'a DesiredState, locals: &'a Locals, domains: &'a DomainAnswers) -> Self {
+        Self {
+            policies: &state.policies,
+            peers: &state.policy_peers,
+            locals,
+            domains,
+        }
+    }
 }
 
 /// Which policies count.
@@ -108,7 +123,7 @@ impl Compiler {
             touched.everything = true;
         }
         let everything = touched.everything;
-        let dirty = self.read_policies(input.state, changes, everything);
+        let dirty = self.read_policies(input.policies, changes, everything);
         let used_changed = (everything || !dirty.is_empty()) && self.find_used();
         let attached = self.locals_changed(input.locals);
         let mut addresses = self.find_hosts(input, changes, everything || used_changed, &attached);
@@ -125,7 +140,7 @@ impl Compiler {
             self.forget_rule_sets(&dirty);
         }
         self.adapt_rule_sets(&turnover, &mut touched);
-        self.assign_pods(input.state, &mut touched);
+        self.assign_pods(input, &mut touched);
         self.shut_what_does_not_fit(&mut touched);
         let live = &self.compiled.live;
         if self.compiled.identities.len() > UNUSED_KEPT + 2 * live.len() {
@@ -151,19 +166,19 @@ impl Compiler {
     /// Reads policies that changed; returns those that are not what they were.
     fn read_policies(
         &mut self,
-        state: &DesiredState,
+        policies: &NameMap<Policy>,
         changes: &Changes,
         everything: bool,
     ) -> BTreeSet<Name> {
         let names: BTreeSet<Name> = if everything {
             let present = self.read.keys().cloned();
-            present.chain(state.policies.keys().cloned()).collect()
+            present.chain(policies.keys().cloned()).collect()
         } else {
             changes.policies.clone()
         };
         let mut dirty = BTreeSet::new();
         for name in names {
-            let policy = state.policies.get(&name);
+            let policy = policies.get(&name);
             let policy = policy.filter(|policy| self.mode == Mode::Staged || !policy.staged);
             let now = policy.map(|policy| rules::read(policy, &mut self.compiled.sets));
             if now.as_ref() == self.read.get(&name).map(AsRef::as_ref) {
@@ -212,7 +227,6 @@ impl Compiler {
         everything: bool,
         attached: &BTreeSet<Name>,
     ) -> BTreeSet<IpAddr> {
-        let state = input.state;
         let mut addresses = BTreeSet::new();
         let mut set = |hosts: &mut Hosts, name: &Name, peer: Option<&PolicyPeer>| {
             let sets = &self.compiled.sets;
@@ -222,18 +236,18 @@ impl Compiler {
         if everything {
             let gone = self.hosts.names();
             let gone: Vec<Name> = gone
-                .filter(|name| !state.policy_peers.contains_key(name))
+                .filter(|name| !input.peers.contains_key(name))
                 .cloned()
                 .collect();
             for name in gone {
                 set(&mut self.hosts, &name, None);
             }
-            for (name, peer) in state.policy_peers.iter() {
+            for (name, peer) in input.peers.iter() {
                 set(&mut self.hosts, name, Some(peer));
             }
         } else {
             for name in changes.policy_peers.union(attached) {
-                set(&mut self.hosts, name, state.policy_peers.get(name));
+                set(&mut self.hosts, name, input.peers.get(name));
             }
         }
         addresses

@@ -174,11 +174,8 @@ impl Compiled {
 #[must_use]
 pub fn full(state: &DesiredState, locals: &Locals) -> Compiled {
     let mut compiler = Compiler::new(Mode::Enforced, Limits::default(), &[]);
-    let input = Input {
-        state,
-        locals,
-        domains: &DomainAnswers::default(),
-    };
+    let domains = DomainAnswers::default();
+    let input = Input::new(state, locals, &domains);
     compiler.update(&input, &Changes::everything());
     compiler.compiled().clone()
 }

@@ -72,7 +72,7 @@ impl Programs {
             pod_mac: link.pod_mac,
             host_mac: link.host_mac,
         };
-        self.pod_policies
+        self.policies
             .open_unknown(link.ifindex)
             .map_err(Cause::from)
             .map_err(failed("enter the policy", name))?;
@@ -113,7 +113,7 @@ impl Programs {
                 .map_err(Cause::from)
                 .map_err(failed("remove the pin", &name))?;
         }
-        self.pod_policies
+        self.policies
             .forget(ifindex)
             .map_err(Cause::from)
             .map_err(failed("remove the policy", &name))?;

@@ -232,7 +232,7 @@ pub(super) fn open<K: Plain, V: Plain>(
 }
 
 /// An error of a map.
-fn failed(
+pub(super) fn failed(
     attempted: &'static str,
     map: &'static str,
 ) -> impl FnOnce(std::io::Error) -> KernelError {
@@ -243,6 +243,6 @@ fn failed(
     }
 }
 
-fn entries<K: Plain, V: Plain>(table: &Table<K, V>) -> Result<Vec<(K, V)>, KernelError> {
+pub(super) fn entries<K: Plain, V: Plain>(table: &Table<K, V>) -> Result<Vec<(K, V)>, KernelError> {
     table.entries().map_err(failed("read", table.name))
 }

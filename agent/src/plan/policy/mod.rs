@@ -9,7 +9,7 @@ mod order;
 mod present;
 
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 
@@ -95,6 +95,22 @@ impl Planner {
     pub fn rule_set_of(&self, policy_id: u32) -> Option<RuleSetId> {
         let mut ids = self.ids.iter();
         ids.find(|(_, id)| **id == policy_id).map(|(set, _)| *set)
+    }
+
+    /// Operations that shut those of these pods that have no entry.
+    pub fn shut_unknown(&mut self, pods: &[u32]) -> Vec<Operation> {
+        let shut = PodPolicy {
+            policy_id: 0,
+            flags: SHUT_FLAGS,
+        };
+        let mut steps = Vec::new();
+        for ifindex in pods {
+            if !self.present.pods.contains_key(ifindex) {
+                self.present.pods.insert(*ifindex, shut);
+                steps.push(Operation::PutPod(*ifindex, shut));
+            }
+        }
+        steps
     }
 
     /// Operations that make the maps equal to what was compiled. Looks only at what is touched; the first call must say

@@ -62,13 +62,6 @@ impl Present {
         }
     }
 
-    /// Entries of all policies.
-    #[must_use]
-    pub fn rule_count(&self) -> usize {
-        let policies = self.rules.values().flat_map(HashMap::values);
-        policies.flatten().map(|entries| entries.len()).sum()
-    }
-
     #[must_use]
     pub fn pods(&self) -> &BTreeMap<u32, PodPolicy> {
         &self.pods
@@ -82,6 +75,13 @@ impl Present {
     #[must_use]
     pub fn identity_count(&self) -> usize {
         self.live.len()
+    }
+
+    /// True when an address has the identity, or rules speak of it.
+    #[must_use]
+    pub fn speaks_of(&self, identity: u32) -> bool {
+        let mut policies = self.rules.values();
+        self.live.contains_key(&identity) || policies.any(|rules| rules.contains_key(&identity))
     }
 
     pub(super) fn get(&self, policy: u32, identity: u32) -> Option<&[Entries; 2]> {

@@ -28,11 +28,11 @@ const SERVICES: [(u8, u16); 7] = [
 
 /// The maps.
 #[derive(Clone, Debug, Default, PartialEq)]
-struct Maps {
-    pods: BTreeMap<u32, PodPolicy>,
+pub(crate) struct Maps {
+    pub(crate) pods: BTreeMap<u32, PodPolicy>,
     rules: HashMap<(u32, u32, u8), BTreeMap<PortPrefix, PolicyRule>>,
     trie: Trie,
-    generation: u32,
+    pub(crate) generation: u32,
 }
 
 impl PolicyRules for Maps {
@@ -51,7 +51,7 @@ impl PolicyRules for Maps {
 }
 
 impl Maps {
-    fn write(&mut self, operation: &Operation) {
+    pub(crate) fn write(&mut self, operation: &Operation) {
         match operation {
             Operation::PutRule(key, rule) => {
                 let rules = self
@@ -83,7 +83,7 @@ impl Maps {
         }
     }
 
-    fn read(&self) -> Present {
+    pub(crate) fn read(&self) -> Present {
         let rules = self
             .rules
             .iter()
@@ -101,7 +101,7 @@ impl Maps {
         Present::new(self.pods.clone(), rules, self.trie.iter())
     }
 
-    fn allows(
+    pub(crate) fn allows(
         &mut self,
         ifindex: u32,
         direction: Direction,
@@ -232,11 +232,7 @@ fn history(seed: u64, trouble: Trouble) {
     let mut records = Vec::new();
     for step in 0..STEPS {
         let what = format!("history {seed}, step {step}");
-        let input = Input {
-            state: &world.state,
-            locals: &world.locals,
-            domains: &world.domains,
-        };
+        let input = Input::new(&world.state, &world.locals, &world.domains);
         let mut touched = compiler.update(&input, &changes);
         records.extend(compiler.take_fresh_identities());
         let mut operations = planner.plan(compiler.compiled(), &touched);

@@ -3,8 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::Arc;
 
-use control_api::desired::{DesiredState, Name};
-use control_api::v1::PolicyPeer;
+use control_api::desired::Name;
 
 use super::super::hosts::{LocalPod, named_ports};
 use super::super::identity::NamedPort;
@@ -13,7 +12,7 @@ use super::super::rule_set::{RuleSet, RuleSetId};
 use super::super::rules::{self, Direction, Read};
 use super::super::{PodState, Shut, Touched};
 use super::ranges::Turnover;
-use super::{Compiler, Key};
+use super::{Compiler, Input, Key};
 
 impl Compiler {
     /// Keeps rule sets up with identities that came and went.
@@ -52,13 +51,13 @@ impl Compiler {
     }
 
     /// Gives every attached pod its rules, and drops the rule sets that none has.
-    pub(super) fn assign_pods(&mut self, state: &DesiredState, touched: &mut Touched) {
+    pub(super) fn assign_pods(&mut self, input: &Input<'_>, touched: &mut Touched) {
         let locals = std::mem::take(&mut self.locals);
         let mut pods = BTreeMap::new();
         let mut keys: HashMap<Key, RuleSetId> = HashMap::new();
         for (ifindex, pod) in &locals.pods {
-            let now = match self.key(state, pod) {
-                Err(state) => state,
+            let now = match self.key(input, pod) {
+                Err(known) => known,
                 Ok((key, policies)) => {
                     let present = keys.get(&key).or_else(|| self.keys.get(&key)).copied();
                     let id = present.unwrap_or_else(|| self.new_rule_set(&policies, &key.1));
@@ -89,12 +88,12 @@ impl Compiler {
     }
 
     /// What the rules of a pod depend on; or what it is without.
-    fn key(&self, state: &DesiredState, pod: &LocalPod) -> Result<(Key, Vec<Arc<Read>>), PodState> {
+    fn key(&self, input: &Input<'_>, pod: &LocalPod) -> Result<(Key, Vec<Arc<Read>>), PodState> {
         let Some(name) = &pod.name else {
             return Err(PodState::Open);
         };
-        let peer: &PolicyPeer = state
-            .policy_peers
+        let peer = input
+            .peers
             .get(name)
             .filter(|peer| pod.is(peer))
             .ok_or(PodState::Shut(Shut::Unknown))?;
@@ -104,7 +103,7 @@ impl Compiler {
             match self.read.get(&name) {
                 Some(read) => policies.push(Arc::clone(read)),
                 // Staged ones are not meant to count.
-                None if state.policies.contains_key(&name) => {}
+                None if input.policies.contains_key(&name) => {}
                 None => return Err(PodState::Shut(Shut::Missing(name))),
             }
         }

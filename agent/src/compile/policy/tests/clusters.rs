@@ -88,11 +88,7 @@ fn histories_end_where_a_fresh_start_begins() {
         let mut compiler = Compiler::new(Mode::Enforced, Limits::default(), &[]);
         let mut changes = Changes::everything();
         for step in 0..STEPS {
-            let input = Input {
-                state: &world.state,
-                locals: &world.locals,
-                domains: &world.domains,
-            };
+            let input = Input::new(&world.state, &world.locals, &world.domains);
             compiler.update(&input, &changes);
             let mut fresh = Compiler::new(Mode::Enforced, Limits::default(), &[]);
             fresh.update(&input, &Changes::everything());

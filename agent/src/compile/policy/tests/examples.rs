@@ -231,11 +231,8 @@ fn what_does_not_fit_is_shut_alone() {
     ] {
         let mut compiler = Compiler::new(Mode::Enforced, limits, &[]);
         let shut_after = |compiler: &mut Compiler, state: &DesiredState, changes: &Changes| {
-            let input = Input {
-                state,
-                locals: &locals,
-                domains: &DomainAnswers::default(),
-            };
+            let domains = DomainAnswers::default();
+            let input = Input::new(state, &locals, &domains);
             compiler.update(&input, changes);
             [7, 8].map(|pod| compiler.compiled().why_shut(pod).cloned())
         };
@@ -265,11 +262,8 @@ fn identities_keep_their_numbers_over_a_restart() {
         ),
     ];
     let (state, locals) = cluster(vec![policy(PolicyTier::NetworkPolicy, "p", rules)]);
-    let input = Input {
-        state: &state,
-        locals: &locals,
-        domains: &DomainAnswers::default(),
-    };
+    let domains = DomainAnswers::default();
+    let input = Input::new(&state, &locals, &domains);
     let mut first = Compiler::new(Mode::Enforced, Limits::default(), &[]);
     first.update(&input, &Changes::everything());
     let mut records = first.take_fresh_identities();

@@ -1,0 +1,428 @@
+//! Enforces policies: keeps the maps equal to what is compiled of the desired state and of the pods that are attached, and
+//! can say why a packet may pass or not.
+//!
+//! What the rules come to is decided in `compile`, the order of writes in `plan`. Here is who asks: the apply loop, CNI
+//! requests, `weirctl`.
+
+mod identities;
+mod programs;
+mod stats;
+#[cfg(test)]
+mod tests;
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::net::IpAddr;
+use std::path::Path;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use control_api::desired::{Changes, DesiredState, Name};
+use control_api::name_map::NameMap;
+use control_api::v1::{Policy, PolicyPeer};
+
+use crate::compile::policy::{
+    Compiled, Compiler, DomainAnswers, Input, Limits, LocalPod, Locals, Mode, PodState, Shut,
+    Touched,
+};
+use crate::kernel::{Kernel, KernelError};
+use crate::plan::policy::{Operation, Planner, Present};
+pub use identities::IDENTITIES_NAME;
+use identities::IdentityFile;
+pub use programs::Enforced;
+pub use stats::Stats;
+
+/// More on disk than this many times what is in use is thrown away at start.
+const IDENTITIES_KEPT: usize = 20_000;
+
+/// The maps: a seam with three occupants (real, fake, faulty).
+pub trait PolicyMaps: Send + Sync {
+    /// What they hold.
+    ///
+    /// # Errors
+    /// [`KernelError`] when a map cannot be read.
+    fn read(&self) -> Result<Present, KernelError>;
+
+    /// Carries operations out, in their order.
+    ///
+    /// # Errors
+    /// [`KernelError`] when a map refuses a change; those before it are made.
+    fn write(&self, operations: &[Operation]) -> Result<(), KernelError>;
+}
+
+impl PolicyMaps for Kernel {
+    fn read(&self) -> Result<Present, KernelError> {
+        self.read_policies()
+    }
+
+    fn write(&self, operations: &[Operation]) -> Result<(), KernelError> {
+        self.write_policies(operations)
+    }
+}
+
+/// Policies could not be put in place.
+#[derive(Debug, thiserror::Error)]
+pub enum PolicyError {
+    #[error(transparent)]
+    Maps(#[from] KernelError),
+    #[error("keep identities in {path}: {source}")]
+    Identities {
+        path: std::path::PathBuf,
+        source: std::io::Error,
+    },
+}
+
+/// A pod that is shut, and why.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct ShutPod {
+    pub name: Name,
+    pub uid: String,
+    pub why: Shut,
+}
+
+/// What one apply did.
+#[derive(Clone, PartialEq, Eq, Debug, Default)]
+pub struct Report {
+    /// Writes to the maps.
+    pub changed: usize,
+    /// Pods that were not shut before.
+    pub shut: Vec<ShutPod>,
+}
+
+/// Where this agent stands.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Stage {
+    /// The maps hold what an earlier agent was told, and what this one knows is older.
+    Keeping,
+    /// What is known is enforced.
+    Enforcing,
+}
+
+struct Inner {
+    stage: Stage,
+    compiler: Compiler,
+    /// None until the maps were read, and after a plan broke off.
+    planner: Option<Planner>,
+    file: IdentityFile,
+    policies: NameMap<Policy>,
+    peers: NameMap<PolicyPeer>,
+    /// As the compiler has to know them.
+    locals: Locals,
+    /// Pods that an earlier agent attached, while nobody spoke of policies: they go on.
+    unspoken: BTreeMap<u32, LocalPod>,
+    domains: DomainAnswers,
+    told: BTreeSet<u32>,
+    /// Flows were judged by what is in the maps now. Not known of those that an earlier agent left.
+    judged: bool,
+}
+
+/// The policies of this node.
+pub struct Enforcer {
+    maps: Arc<dyn PolicyMaps>,
+    inner: Mutex<Inner>,
+    /// Something was put in place.
+    changed: Condvar,
+    stats: Stats,
+}
+
+impl std::fmt::Debug for Enforcer {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Enforcer").finish_non_exhaustive()
+    }
+}
+
+impl Enforcer {
+    /// Takes over what is in the maps. `state` is what the node was told last, as far as it is on disk; it counts where the
+    /// maps hold nothing, which is after a start of the machine.
+    ///
+    /// # Errors
+    /// [`PolicyError`] when the maps or the identities cannot be read.
+    pub fn start(
+        maps: Arc<dyn PolicyMaps>,
+        state_dir: &Path,
+        node_name: &str,
+        state: &DesiredState,
+    ) -> Result<Self, PolicyError> {
+        let failed = |source| PolicyError::Identities {
+            path: state_dir.join(IDENTITIES_NAME),
+            source,
+        };
+        let (mut file, mut records) = IdentityFile::open(state_dir).map_err(failed)?;
+        let present = maps.read()?;
+        let stage = if present.pods().is_empty() {
+            Stage::Enforcing
+        } else {
+            Stage::Keeping
+        };
+        if records.len() > IDENTITIES_KEPT {
+            let last = records.iter().map(|record| record.id).max();
+            records.retain(|record| present.speaks_of(record.id) || Some(record.id) == last);
+            file.rewrite(&records).map_err(failed)?;
+        }
+        let inner = Inner {
+            stage,
+            compiler: Compiler::new(Mode::Enforced, Limits::default(), &records),
+            planner: Some(Planner::new(present)),
+            file,
+            policies: state.policies.clone(),
+            peers: state.policy_peers.clone(),
+            locals: Locals {
+                node_name: node_name.into(),
+                ..Locals::default()
+            },
+            unspoken: BTreeMap::new(),
+            domains: DomainAnswers::default(),
+            told: BTreeSet::new(),
+            judged: false,
+        };
+        let enforcer = Self {
+            maps,
+            inner: Mutex::new(inner),
+            changed: Condvar::new(),
+            stats: Stats::default(),
+        };
+        enforcer.update(&mut enforcer.lock(), &Changes::everything())?;
+        Ok(enforcer)
+    }
+
+    /// What a panic of a holder left is compared with the maps by the next update.
+    fn lock(&self) -> MutexGuard<'_, Inner> {
+        self.inner.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    #[must_use]
+    pub fn stats(&self) -> &Stats {
+        &self.stats
+    }
+
+    /// Makes the maps equal to what the desired state says.
+    ///
+    /// # Errors
+    /// [`PolicyError`]; call again, with all that changed meanwhile.
+    pub fn apply(&self, state: &DesiredState, changes: &Changes) -> Result<Report, PolicyError> {
+        let mut inner = self.lock();
+        inner.policies = state.policies.clone();
+        inner.peers = state.policy_peers.clone();
+        let first = inner.stage == Stage::Keeping;
+        inner.stage = Stage::Enforcing;
+        let everything = Changes::everything();
+        self.update(&mut inner, if first { &everything } else { changes })
+    }
+
+    /// True while the maps hold what an earlier agent put there, and only newer word from the control plane may change it.
+    #[must_use]
+    pub fn is_keeping(&self) -> bool {
+        self.lock().stage == Stage::Keeping
+    }
+
+    /// Addresses of the node itself.
+    pub fn set_node_addresses(&self, addresses: BTreeSet<IpAddr>) {
+        self.lock().locals.node_addresses = addresses;
+    }
+
+    /// A pod's link is about to get its programs.
+    ///
+    /// # Errors
+    /// [`PolicyError`] when the maps do not take it.
+    pub fn enter(&self, ifindex: u32, pod: &LocalPod) -> Result<(), PolicyError> {
+        let mut inner = self.lock();
+        let known = inner.locals.pods.get(&ifindex) == Some(pod)
+            || inner.unspoken.get(&ifindex) == Some(pod);
+        if known && inner.planner.is_some() {
+            return Ok(());
+        }
+        inner.unspoken.remove(&ifindex);
+        inner.locals.pods.insert(ifindex, pod.clone());
+        if inner.stage == Stage::Keeping {
+            return self.shut_unknown(&mut inner, &[ifindex]);
+        }
+        self.update(&mut inner, &Changes::default()).map(drop)
+    }
+
+    /// As [`Self::enter`], of all pods that an earlier agent attached.
+    ///
+    /// # Errors
+    /// [`PolicyError`] when the maps do not take them.
+    pub fn adopt(&self, pods: Vec<(u32, LocalPod)>) -> Result<(), PolicyError> {
+        let mut inner = self.lock();
+        let indexes: Vec<u32> = pods.iter().map(|(ifindex, _)| *ifindex).collect();
+        if inner.stage == Stage::Keeping {
+            inner.locals.pods.extend(pods);
+            return self.shut_unknown(&mut inner, &indexes);
+        }
+        if inner.peers.is_empty() {
+            // The agent before knew nothing of policies.
+            for (ifindex, pod) in pods {
+                let open = LocalPod {
+                    name: None,
+                    ..pod.clone()
+                };
+                inner.locals.pods.insert(ifindex, open);
+                inner.unspoken.insert(ifindex, pod);
+            }
+        } else {
+            inner.locals.pods.extend(pods);
+        }
+        self.update(&mut inner, &Changes::default()).map(drop)
+    }
+
+    /// A pod's link has gone.
+    ///
+    /// # Errors
+    /// [`PolicyError`] when the maps cannot be changed.
+    pub fn leave(&self, ifindex: u32) -> Result<(), PolicyError> {
+        let mut inner = self.lock();
+        inner.unspoken.remove(&ifindex);
+        if inner.locals.pods.remove(&ifindex).is_none() || inner.stage == Stage::Keeping {
+            return Ok(());
+        }
+        self.update(&mut inner, &Changes::default()).map(drop)
+    }
+
+    /// Waits until it is known and in place what applies to a pod.
+    ///
+    /// # Errors
+    /// What is missing, after `patience`.
+    pub fn wait(&self, ifindex: u32, patience: Duration) -> Result<(), String> {
+        let deadline = Instant::now() + patience;
+        let mut inner = self.lock();
+        loop {
+            let Some(missing) = inner.missing(ifindex) else {
+                return Ok(());
+            };
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return Err(missing);
+            }
+            let waited = self.changed.wait_timeout(inner, left);
+            inner = waited.unwrap_or_else(PoisonError::into_inner).0;
+        }
+    }
+
+    /// Shuts pods of which the maps say nothing.
+    fn shut_unknown(&self, inner: &mut Inner, pods: &[u32]) -> Result<(), PolicyError> {
+        let Some(planner) = &mut inner.planner else {
+            return Ok(());
+        };
+        let operations = planner.shut_unknown(pods);
+        self.maps.write(&operations).map_err(PolicyError::from)
+    }
+
+    fn update(&self, inner: &mut Inner, changes: &Changes) -> Result<Report, PolicyError> {
+        if inner.stage == Stage::Keeping {
+            return Ok(Report::default());
+        }
+        if !inner.peers.is_empty() {
+            let spoken = std::mem::take(&mut inner.unspoken);
+            inner.locals.pods.extend(spoken);
+        }
+        let started = Instant::now();
+        let input = Input {
+            policies: &inner.policies,
+            peers: &inner.peers,
+            locals: &inner.locals,
+            domains: &inner.domains,
+        };
+        let mut touched = inner.compiler.update(&input, changes);
+        self.stats.compiled(started.elapsed());
+        let fresh = inner.compiler.take_fresh_identities();
+        inner
+            .file
+            .add(&fresh)
+            .map_err(|source| PolicyError::Identities {
+                path: IDENTITIES_NAME.into(),
+                source,
+            })?;
+        let mut planner = match inner.planner.take() {
+            Some(planner) => planner,
+            None => {
+                inner.judged = false;
+                touched = Touched {
+                    everything: true,
+                    ..Touched::default()
+                };
+                Planner::new(self.maps.read()?)
+            }
+        };
+        let mut operations = planner.plan(inner.compiler.compiled(), &touched);
+        if !inner.judged && !operations.contains(&Operation::NextGeneration) {
+            operations.push(Operation::NextGeneration);
+        }
+        // The planner is dropped on the way out: the next update starts from the maps.
+        self.maps.write(&operations)?;
+        inner.judged = true;
+        let report = Report {
+            changed: operations.len(),
+            shut: inner.news(),
+        };
+        self.stats
+            .programmed(inner.compiler.compiled(), &planner, inner.policies.len());
+        inner.planner = Some(planner);
+        self.changed.notify_all();
+        Ok(report)
+    }
+
+    /// Looks at the live state.
+    pub fn with<T>(&self, look: impl FnOnce(&View<'_>) -> T) -> T {
+        let inner = self.lock();
+        look(&View {
+            compiled: inner.compiler.compiled(),
+            planner: inner.planner.as_ref(),
+            policies: &inner.policies,
+            peers: &inner.peers,
+            locals: &inner.locals,
+            domains: &inner.domains,
+        })
+    }
+}
+
+/// The live state, for whoever explains it.
+#[derive(Debug)]
+pub struct View<'a> {
+    pub compiled: &'a Compiled,
+    pub planner: Option<&'a Planner>,
+    pub policies: &'a NameMap<Policy>,
+    pub peers: &'a NameMap<PolicyPeer>,
+    pub locals: &'a Locals,
+    pub domains: &'a DomainAnswers,
+}
+
+impl Inner {
+    /// What a pod's policies still wait for.
+    fn missing(&self, ifindex: u32) -> Option<String> {
+        if self.stage == Stage::Keeping {
+            return Some("the control plane has not told this agent any policies yet".into());
+        }
+        if self.planner.is_none() {
+            return Some("policies cannot be put in place".into());
+        }
+        match self.compiler.compiled().pods.get(&ifindex) {
+            Some(PodState::Shut(why @ (Shut::Unknown | Shut::Missing(_)))) => Some(why.to_string()),
+            Some(_) => None,
+            None => Some("the pod is not attached".into()),
+        }
+    }
+
+    /// Pods that are shut and were not, of those that should not be for long.
+    fn news(&mut self) -> Vec<ShutPod> {
+        let compiled = self.compiler.compiled();
+        let mut now = BTreeSet::new();
+        let mut news = Vec::new();
+        for (ifindex, pod) in &self.locals.pods {
+            let (Some(why), Some(name)) = (compiled.why_shut(*ifindex), &pod.name) else {
+                continue;
+            };
+            now.insert(*ifindex);
+            // New pods are ahead of what the control plane tells of them.
+            if !self.told.contains(ifindex) && *why != Shut::Unknown {
+                tracing::warn!(pod = %name, %why, "nothing may pass to or from a pod");
+                news.push(ShutPod {
+                    name: name.clone(),
+                    uid: pod.uid.clone(),
+                    why: why.clone(),
+                });
+            }
+        }
+        self.told = now;
+        news
+    }
+}

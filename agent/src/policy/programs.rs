@@ -1,0 +1,61 @@
+//! Pod programs that come with policies: what the CNI room gets.
+
+use std::net::IpAddr;
+use std::sync::Arc;
+use std::time::Duration;
+
+use super::{Enforcer, PolicyError};
+use crate::compile::policy::LocalPod;
+use crate::kernel::{AttachError, HostPort, Kernel, PodLink, PodPrograms};
+
+/// The dataplane, and who enforces policies in it.
+#[derive(Debug)]
+pub struct Enforced {
+    pub kernel: Arc<Kernel>,
+    pub enforcer: Arc<Enforcer>,
+}
+
+fn failed(step: &'static str, ifindex: u32) -> impl FnOnce(PolicyError) -> AttachError {
+    move |source| AttachError {
+        step,
+        link: ifindex.to_string(),
+        source: source.into(),
+    }
+}
+
+impl PodPrograms for Enforced {
+    fn attach_pod(&self, link: &PodLink) -> Result<(), AttachError> {
+        self.kernel.attach_pod(link)
+    }
+
+    fn detach_pod(&self, ifindex: u32, addresses: &[IpAddr]) -> Result<(), AttachError> {
+        self.kernel.detach_pod(ifindex, addresses)?;
+        self.enforcer
+            .leave(ifindex)
+            .map_err(failed("remove the policies", ifindex))
+    }
+
+    fn enter_pod(&self, ifindex: u32, pod: &LocalPod) -> Result<(), AttachError> {
+        self.enforcer
+            .enter(ifindex, pod)
+            .map_err(failed("put policies in place", ifindex))
+    }
+
+    fn adopt_pods(&self, pods: Vec<(u32, LocalPod)>) -> Result<(), AttachError> {
+        self.enforcer
+            .adopt(pods)
+            .map_err(failed("put policies in place", 0))
+    }
+
+    fn wait_for_policies(&self, ifindex: u32, patience: Duration) -> Result<(), String> {
+        self.enforcer.wait(ifindex, patience)
+    }
+
+    fn set_host_ports(&self, host_ports: Vec<HostPort>) -> Result<(), AttachError> {
+        self.kernel.set_host_ports(host_ports)
+    }
+
+    fn is_attached(&self, link: &PodLink) -> bool {
+        self.kernel.is_attached(link)
+    }
+}

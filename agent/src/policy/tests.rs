@@ -1,0 +1,234 @@
+//! Starts, restarts and failures, on maps that are ordinary collections.
+
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use control_api::v1::{
+    PeerSet, PolicyAction, PolicyName, PolicyRule, PolicyRulePeer, PolicyTier, policy_rule_peer,
+};
+use dataplane_common::layout::PodPolicy;
+
+use super::*;
+use crate::compile::policy::Direction;
+use crate::plan::policy::tests::Maps;
+
+/// Maps that refuse their next so many writes.
+#[derive(Default)]
+struct Fake {
+    maps: Mutex<Maps>,
+    faults: AtomicUsize,
+    writes: AtomicUsize,
+}
+
+impl PolicyMaps for Fake {
+    fn read(&self) -> Result<Present, KernelError> {
+        Ok(self.maps.lock().unwrap().read())
+    }
+
+    fn write(&self, operations: &[Operation]) -> Result<(), KernelError> {
+        let mut maps = self.maps.lock().unwrap();
+        for (place, operation) in operations.iter().enumerate() {
+            let faulty = self.faults.load(Ordering::Relaxed) > 0 && place > operations.len() / 2;
+            if faulty {
+                self.faults.fetch_sub(1, Ordering::Relaxed);
+                return Err(KernelError::NoObject);
+            }
+            self.writes.fetch_add(1, Ordering::Relaxed);
+            maps.write(operation);
+        }
+        Ok(())
+    }
+}
+
+impl Fake {
+    fn pod(&self, ifindex: u32) -> Option<PodPolicy> {
+        self.maps.lock().unwrap().pods.get(&ifindex).copied()
+    }
+
+    fn lets_in(&self, ifindex: u32, from: &str) -> bool {
+        let mut maps = self.maps.lock().unwrap();
+        maps.allows(ifindex, Direction::Ingress, from.parse().unwrap(), (6, 80))
+    }
+}
+
+const FRIEND: &str = "10.1.0.2";
+const STRANGER: &str = "10.1.0.3";
+
+/// A policy that lets friends in, the pods `a` and `b` of this node that it selects, and a friend elsewhere.
+fn state() -> DesiredState {
+    let mut state = DesiredState::default();
+    let set = PeerSet {
+        id: vec![1; 16],
+        text: "friends".into(),
+    };
+    let peer = PolicyRulePeer {
+        kind: Some(policy_rule_peer::Kind::Set(set)),
+    };
+    let rule = PolicyRule {
+        action: PolicyAction::Allow.into(),
+        peers: vec![peer],
+        any_port: true,
+        ..PolicyRule::default()
+    };
+    let policy = Policy {
+        tier: PolicyTier::NetworkPolicy.into(),
+        namespace: "ns".into(),
+        name: "friends".into(),
+        isolates_ingress: true,
+        ingress: vec![rule],
+        ..Policy::default()
+    };
+    let name = Name::new("ns", "friends");
+    state.policies.insert(name.clone(), policy);
+    for pod in ["a", "b"] {
+        let peer = PolicyPeer {
+            namespace: "ns".into(),
+            name: pod.into(),
+            uid: format!("uid-{pod}"),
+            node: "n1".into(),
+            policies: vec![PolicyName {
+                namespace: "ns".into(),
+                name: "friends".into(),
+            }],
+            ..PolicyPeer::default()
+        };
+        state.policy_peers.insert(Name::new("ns", pod), peer);
+    }
+    let friend = PolicyPeer {
+        namespace: "ns".into(),
+        name: "friend".into(),
+        node: "n2".into(),
+        addresses: vec![FRIEND.into()],
+        sets: vec![vec![1; 16]],
+        ..PolicyPeer::default()
+    };
+    state.policy_peers.insert(Name::new("ns", "friend"), friend);
+    state
+}
+
+fn pod(name: &str, last: u8) -> LocalPod {
+    LocalPod {
+        name: Some(Name::new("ns", name)),
+        uid: format!("uid-{name}"),
+        addresses: vec![IpAddr::from([10, 0, 0, last])],
+    }
+}
+
+struct Node {
+    maps: Arc<Fake>,
+    dir: tempfile::TempDir,
+}
+
+impl Node {
+    fn new() -> Self {
+        Self {
+            maps: Arc::default(),
+            dir: tempfile::tempdir().unwrap(),
+        }
+    }
+
+    fn agent(&self, state: &DesiredState) -> Enforcer {
+        let maps: Arc<dyn PolicyMaps> = Arc::<Fake>::clone(&self.maps);
+        Enforcer::start(maps, self.dir.path(), "n1", state).unwrap()
+    }
+}
+
+#[test]
+fn a_machine_that_starts_alone_knows_what_it_was_told() {
+    let node = Node::new();
+    let agent = node.agent(&state());
+    agent.enter(7, &pod("a", 1)).unwrap();
+    assert!(node.maps.lets_in(7, FRIEND) && !node.maps.lets_in(7, STRANGER));
+    assert_eq!(agent.wait(7, Duration::ZERO), Ok(()));
+    agent.enter(8, &pod("new", 2)).unwrap();
+    assert!(!node.maps.lets_in(8, FRIEND), "nobody has told of it");
+    let missing = agent.wait(8, Duration::ZERO).unwrap_err();
+    assert!(missing.contains("control plane"), "{missing}");
+    let other = LocalPod {
+        name: None,
+        ..pod("x", 3)
+    };
+    agent.enter(9, &other).unwrap();
+    assert!(node.maps.lets_in(9, STRANGER), "no pod of the cluster");
+    agent.leave(7).unwrap();
+    assert_eq!(node.maps.pod(7), None);
+}
+
+#[test]
+fn an_agent_that_starts_again_keeps_what_is_there_until_it_is_told() {
+    let node = Node::new();
+    let pods = vec![(7, pod("a", 1))];
+    let first = node.agent(&DesiredState::default());
+    first.enter(7, &pods[0].1).unwrap();
+    first.apply(&state(), &Changes::everything()).unwrap();
+    assert!(node.maps.lets_in(7, FRIEND));
+    let (before, writes) = (
+        node.maps.maps.lock().unwrap().clone(),
+        node.maps.writes.load(Ordering::Relaxed),
+    );
+    drop(first);
+
+    // What lies on disk is older than what is in the maps.
+    let second = node.agent(&DesiredState::default());
+    assert!(second.is_keeping());
+    second.adopt(pods).unwrap();
+    second.enter(7, &pod("a", 1)).unwrap();
+    assert_eq!(*node.maps.maps.lock().unwrap(), before);
+    second.enter(8, &pod("b", 2)).unwrap();
+    assert!(!node.maps.lets_in(8, FRIEND), "shut until it is known");
+    assert!(second.wait(8, Duration::ZERO).is_err());
+    second.apply(&state(), &Changes::everything()).unwrap();
+    assert!(node.maps.lets_in(8, FRIEND) && !node.maps.lets_in(8, STRANGER));
+    assert_eq!(
+        node.maps.pod(7),
+        before.pods.get(&7).copied(),
+        "its rules are where they were"
+    );
+    let written = node.maps.writes.load(Ordering::Relaxed) - writes;
+    // Its entry, once shut and once with the rules that the other pod has; its address; and the generation.
+    assert!(written <= 4, "{written} writes");
+}
+
+/// Pods that ran before anybody enforced policies lose nothing until the first word of them.
+#[test]
+fn pods_of_an_agent_without_policies_go_on() {
+    let node = Node::new();
+    let agent = node.agent(&DesiredState::default());
+    agent.adopt(vec![(7, pod("a", 1))]).unwrap();
+    agent.enter(7, &pod("a", 1)).unwrap();
+    assert!(node.maps.lets_in(7, STRANGER));
+    agent.enter(8, &pod("b", 2)).unwrap();
+    assert!(!node.maps.lets_in(8, STRANGER), "this one is new");
+    agent.apply(&state(), &Changes::everything()).unwrap();
+    for pod in [7, 8] {
+        assert!(node.maps.lets_in(pod, FRIEND) && !node.maps.lets_in(pod, STRANGER));
+    }
+}
+
+#[test]
+fn an_add_goes_on_when_its_pod_becomes_known() {
+    let node = Node::new();
+    let agent = Arc::new(node.agent(&DesiredState::default()));
+    agent.enter(7, &pod("a", 1)).unwrap();
+    let waiting = {
+        let agent = Arc::clone(&agent);
+        std::thread::spawn(move || agent.wait(7, Duration::from_secs(60)))
+    };
+    agent.apply(&state(), &Changes::everything()).unwrap();
+    assert_eq!(waiting.join().unwrap(), Ok(()));
+    assert!(node.maps.lets_in(7, FRIEND));
+}
+
+#[test]
+fn a_plan_that_breaks_off_is_mended_from_the_maps() {
+    let node = Node::new();
+    let agent = node.agent(&DesiredState::default());
+    agent.enter(7, &pod("a", 1)).unwrap();
+    node.maps.faults.store(1, Ordering::Relaxed);
+    let everything = Changes::everything();
+    assert!(agent.apply(&state(), &everything).is_err());
+    assert!(agent.wait(7, Duration::ZERO).is_err(), "not in place yet");
+    let generation = node.maps.maps.lock().unwrap().generation;
+    agent.apply(&state(), &Changes::default()).unwrap();
+    assert!(node.maps.lets_in(7, FRIEND) && !node.maps.lets_in(7, STRANGER));
+    assert_ne!(node.maps.maps.lock().unwrap().generation, generation);
+}
