@@ -29,7 +29,7 @@ use weir_agent::kernel::{self, Kernel, Limits, NodeIdentity, PodPrograms};
 use weir_agent::netlink::{self, Netlink};
 use weir_agent::observe::{self, Checks, Observe};
 use weir_agent::pods;
-use weir_agent::policy::{Enforced, Enforcer, PolicyMaps};
+use weir_agent::policy::{self, Enforced, Enforcer, PolicyMaps};
 
 use base::Base;
 
@@ -77,7 +77,8 @@ pub(crate) async fn run(config: Config) -> Result<()> {
     let base = Arc::new(base);
     observe.set_dataplane(Arc::<Kernel>::clone(&kernel));
     let enforcer = start_policies(&config, &feed, &kernel).await?;
-    observe.register(|registry| enforcer.stats().register(registry));
+    observe.set_policies(Arc::clone(&kernel), Arc::clone(&enforcer), feed.clone());
+    watch_drops(&kernel, &enforcer, &shutdown);
     let (attachments, cni) = {
         let (config, feed) = (Arc::clone(&config), feed.clone());
         let programs = Enforced {
@@ -248,6 +249,23 @@ async fn start_policies(
     let start = move || Enforcer::start(maps, &config.state_dir, &config.node_name, &state);
     let enforcer = tokio::task::spawn_blocking(start).await?;
     Ok(Arc::new(enforcer.context("take over policies")?))
+}
+
+/// Logs packets that policies drop. Enforcement does not depend on it.
+fn watch_drops(kernel: &Kernel, enforcer: &Arc<Enforcer>, shutdown: &CancellationToken) {
+    let events = match kernel.drop_events() {
+        Ok(events) => events,
+        Err(error) => {
+            tracing::error!(%error, "packets that policies drop are counted, not shown");
+            return;
+        }
+    };
+    let watching = policy::watch_drops(events, Arc::clone(enforcer), shutdown.clone());
+    tokio::spawn(async move {
+        if let Err(error) = watching.await {
+            tracing::error!(%error, "packets that policies drop are counted, not shown");
+        }
+    });
 }
 
 /// Adopts the pods of this node and opens the socket for new ones.

@@ -40,6 +40,7 @@ pub use link::namespace_cookie;
 pub use memory::{give_back_memory, share_heaps};
 pub use packet_socket::PacketSocket;
 pub use park::DatagramId;
+pub use policy::{DropEvents, ObservedFlow};
 pub use programs::{
     DriverError, Program, SocketError, SocketHook, TestRun, Yardstick, default_cgroup,
 };
@@ -485,6 +486,22 @@ impl Kernel {
     /// [`KernelError`] when a map refuses a change; those before it are made.
     pub fn write_policies(&self, operations: &[Operation]) -> Result<(), KernelError> {
         self.policies.carry_out(operations)
+    }
+
+    /// A reader of the packets that policies dropped. There should be one.
+    ///
+    /// # Errors
+    /// [`KernelError`] when the ring cannot be opened.
+    pub fn drop_events(&self) -> Result<DropEvents, KernelError> {
+        self.policies.drop_events()
+    }
+
+    /// Some of the flows as policies see them, about `most` of each family.
+    ///
+    /// # Errors
+    /// [`KernelError`] when a table cannot be read.
+    pub fn some_flows(&self, most: usize) -> Result<Vec<ObservedFlow>, KernelError> {
+        self.policies.some_flows(most)
     }
 
     /// Counts changes of policies; flows that were judged before are judged again.

@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
-use http::{Method, Request, Response, StatusCode, header};
+use http::{Method, Request, Response, StatusCode, Uri, header};
 use http_body_util::Full;
 use hyper::body::Incoming;
 use hyper::server::conn::http1;
@@ -110,7 +110,7 @@ fn spawn(
     permit: OwnedSemaphorePermit,
 ) {
     connection(stream, permit, move |request| {
-        respond(&observe, request.method(), request.uri().path(), door)
+        respond(&observe, request.method(), request.uri(), door)
     });
 }
 
@@ -135,11 +135,11 @@ pub(crate) fn connection(
     });
 }
 
-fn respond(observe: &Observe, method: &Method, path: &str, door: Door) -> Response<Full<Bytes>> {
+fn respond(observe: &Observe, method: &Method, uri: &Uri, door: Door) -> Response<Full<Bytes>> {
     if method != Method::GET && method != Method::HEAD {
         return text(StatusCode::METHOD_NOT_ALLOWED, "use GET\n".into());
     }
-    match (path, door) {
+    match (uri.path(), door) {
         ("/metrics", _) => metrics(observe),
         // Answering at all is the proof: what can hang has its own time limits.
         ("/livez", _) => text(StatusCode::OK, "ok\n".into()),
@@ -161,11 +161,63 @@ fn respond(observe: &Observe, method: &Method, path: &str, door: Door) -> Respon
                 "the dataplane is not loaded yet\n".into(),
             ),
         },
+        (path, Door::Unix) if path.starts_with("/v1/policy/") => {
+            policy(observe, path, uri.query().unwrap_or_default())
+        }
         _ => text(
             StatusCode::NOT_FOUND,
             "there are /metrics, /livez and /readyz\n".into(),
         ),
     }
+}
+
+fn policy(observe: &Observe, path: &str, query: &str) -> Response<Full<Bytes>> {
+    let Some(policies) = observe.policies() else {
+        return text(
+            StatusCode::SERVICE_UNAVAILABLE,
+            "policies are not loaded yet\n".into(),
+        );
+    };
+    let asked = |name: &str| {
+        let mut pairs = query.split('&').filter_map(|pair| pair.split_once('='));
+        let found = pairs.find(|(own, _)| *own == name);
+        found.map(|(_, value)| decode(value)).unwrap_or_default()
+    };
+    match path {
+        "/v1/policy/explain" => match policies.explain(&asked("from"), &asked("to")) {
+            Ok(said) => json(&said),
+            Err(why) => text(StatusCode::NOT_FOUND, why + "\n"),
+        },
+        "/v1/policy/list" => json(&policies.list()),
+        "/v1/policy/diff" => match policies.diff() {
+            Ok(diff) => json(&diff),
+            Err(why) => text(StatusCode::INTERNAL_SERVER_ERROR, why + "\n"),
+        },
+        _ => text(
+            StatusCode::NOT_FOUND,
+            "there are explain, list and diff\n".into(),
+        ),
+    }
+}
+
+/// A value of a query, without its marks.
+fn decode(value: &str) -> String {
+    let mut bytes = Vec::with_capacity(value.len());
+    let mut rest = value.as_bytes();
+    while let [first, after @ ..] = rest {
+        let hex = |digits: &[u8]| u8::from_str_radix(std::str::from_utf8(digits).ok()?, 16).ok();
+        match (first, after.get(..2).and_then(hex)) {
+            (b'%', Some(byte)) => {
+                bytes.push(byte);
+                rest = &after[2..];
+            }
+            _ => {
+                bytes.push(*first);
+                rest = after;
+            }
+        }
+    }
+    String::from_utf8_lossy(&bytes).into_owned()
 }
 
 fn metrics(observe: &Observe) -> Response<Full<Bytes>> {

@@ -32,6 +32,8 @@ use crate::cni_api::Attachments;
 use crate::config::Config;
 use crate::dns::DnsHandle;
 use crate::feed::FeedHandle;
+use crate::kernel::Kernel;
+use crate::policy::{DiffReport, DropCounters, Enforcer, Explanation, PolicyList};
 
 /// Name of the socket for `weirctl` in the run directory.
 pub const SOCKET_NAME: &str = "agent.sock";
@@ -77,10 +79,38 @@ struct Inner {
     dns: OnceLock<DnsHandle>,
     dataplane: OnceLock<Arc<dyn Dataplane>>,
     attachments: OnceLock<Arc<Attachments>>,
+    policies: OnceLock<Policies>,
     latency: Histogram,
     apply_duration: Histogram,
     operations: Counter,
     latencies_us: Mutex<VecDeque<u64>>,
+}
+
+/// Who is asked about policies.
+#[derive(Debug)]
+struct Policies {
+    kernel: Arc<Kernel>,
+    enforcer: Arc<Enforcer>,
+    feed: FeedHandle,
+}
+
+/// Flows of each family that are compared with staged policies.
+const MOST_FLOWS: usize = 100_000;
+
+impl Policies {
+    fn explain(&self, from: &str, to: &str) -> Result<Vec<Explanation>, String> {
+        self.enforcer.explain(&self.feed.state(), from, to)
+    }
+
+    fn list(&self) -> PolicyList {
+        self.enforcer.list()
+    }
+
+    fn diff(&self) -> Result<DiffReport, String> {
+        let flows = self.kernel.some_flows(MOST_FLOWS);
+        let flows = flows.map_err(|e| e.to_string())?;
+        Ok(self.enforcer.diff(&self.feed.state(), &flows))
+    }
 }
 
 /// Starts to serve: /metrics, /livez and /readyz by TCP; the same and `weirctl`'s data on a socket of the run directory.
@@ -109,6 +139,7 @@ impl Observe {
             dns: OnceLock::new(),
             dataplane: OnceLock::new(),
             attachments: OnceLock::new(),
+            policies: OnceLock::new(),
             latency: Histogram::new(LATENCY_BUCKETS),
             apply_duration: Histogram::new(LATENCY_BUCKETS),
             operations: Counter::default(),
@@ -167,6 +198,22 @@ impl Observe {
     pub fn set_attachments(&self, attachments: Arc<Attachments>) {
         self.collect(collect::Pods(Arc::clone(&attachments)));
         let _ = self.inner.attachments.set(attachments);
+    }
+
+    /// Answers questions about policies, and shows their metrics.
+    pub fn set_policies(&self, kernel: Arc<Kernel>, enforcer: Arc<Enforcer>, feed: FeedHandle) {
+        enforcer.stats().register(&mut lock(&self.inner.registry));
+        self.collect(DropCounters(Arc::clone(&kernel)));
+        let policies = Policies {
+            kernel,
+            enforcer,
+            feed,
+        };
+        let _ = self.inner.policies.set(policies);
+    }
+
+    fn policies(&self) -> Option<&Policies> {
+        self.inner.policies.get()
     }
 
     /// Lets another room add metrics of its own.

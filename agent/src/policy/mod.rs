@@ -4,8 +4,12 @@
 //! What the rules come to is decided in `compile`, the order of writes in `plan`. Here is who asks: the apply loop, CNI
 //! requests, `weirctl`.
 
+mod drops;
+mod ends;
+mod explain;
 mod identities;
 mod programs;
+mod report;
 mod stats;
 #[cfg(test)]
 mod tests;
@@ -21,15 +25,19 @@ use control_api::name_map::NameMap;
 use control_api::v1::{Policy, PolicyPeer};
 
 use crate::compile::policy::{
-    Compiled, Compiler, DomainAnswers, Input, Limits, LocalPod, Locals, Mode, PodState, Shut,
-    Touched,
+    Compiled, Compiler, DomainAnswers, Input, Limits, LocalPod, Locals, Mode, Packet, PodState,
+    Shut, Touched,
 };
-use crate::kernel::{Kernel, KernelError};
+use crate::kernel::{Kernel, KernelError, ObservedFlow};
 use crate::plan::policy::{Operation, Planner, Present};
+use drops::Recent;
+pub use drops::{Drop, watch as watch_drops};
+pub use explain::{DirectionReport, Explanation};
 pub use identities::IDENTITIES_NAME;
 use identities::IdentityFile;
 pub use programs::Enforced;
-pub use stats::Stats;
+pub use report::{DiffEntry, DiffReport, PolicyList, PolicyReport, ShutReport};
+pub use stats::{DropCounters, Stats};
 
 /// More on disk than this many times what is in use is thrown away at start.
 const IDENTITIES_KEPT: usize = 20_000;
@@ -122,6 +130,7 @@ pub struct Enforcer {
     /// Something was put in place.
     changed: Condvar,
     stats: Stats,
+    recent: Mutex<Recent>,
 }
 
 impl std::fmt::Debug for Enforcer {
@@ -179,6 +188,7 @@ impl Enforcer {
             inner: Mutex::new(inner),
             changed: Condvar::new(),
             stats: Stats::default(),
+            recent: Mutex::default(),
         };
         enforcer.update(&mut enforcer.lock(), &Changes::everything())?;
         Ok(enforcer)
@@ -375,8 +385,54 @@ impl Enforcer {
     }
 }
 
+/// What `weirctl` asks.
+impl Enforcer {
+    fn recent(&self) -> MutexGuard<'_, Recent> {
+        self.recent.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Explains the packets from one end to a port of another: one for each pair of addresses.
+    ///
+    /// # Errors
+    /// What in the question is not known here.
+    pub fn explain(
+        &self,
+        state: &DesiredState,
+        from: &str,
+        to: &str,
+    ) -> Result<Vec<Explanation>, String> {
+        if self.is_keeping() {
+            return Err("the control plane has not told this agent any policies yet: packets are judged as the agent before it was told".into());
+        }
+        self.with(|view| report::explain_all(view, state, from, to))
+    }
+
+    /// Policies, pods that are shut, and the last drops.
+    #[must_use]
+    pub fn list(&self) -> PolicyList {
+        let drops = self.recent().iter().map(|(_, drop)| drop.clone()).collect();
+        self.with(|view| report::list(view, drops))
+    }
+
+    /// What staged policies would change for these flows and for the packets that were dropped last.
+    #[must_use]
+    pub fn diff(&self, state: &DesiredState, flows: &[ObservedFlow]) -> DiffReport {
+        let flows = flows.iter().map(|flow| Packet {
+            source: flow.source,
+            destination: flow.destination,
+            protocol: flow.protocol,
+            port: flow.port,
+        });
+        let dropped: Vec<Packet> = self.recent().iter().map(|(packet, _)| *packet).collect();
+        let mut packets: Vec<Packet> = flows.chain(dropped).collect();
+        packets.sort_unstable();
+        packets.dedup();
+        self.with(|view| report::diff(view, state, &packets))
+    }
+}
+
 /// The live state, for whoever explains it.
-#[derive(Debug)]
+#[derive(Clone, Copy, Debug)]
 pub struct View<'a> {
     pub compiled: &'a Compiled,
     pub planner: Option<&'a Planner>,

@@ -1,15 +1,19 @@
 //! Metrics of policies.
 
-use std::sync::atomic::AtomicU64;
+use std::sync::Arc;
 use std::time::Duration;
 
-use prometheus_client::metrics::counter::Counter;
-use prometheus_client::metrics::family::Family;
+use dataplane_common::reason::DropReason;
+use prometheus_client::collector::Collector;
+use prometheus_client::encoding::{DescriptorEncoder, EncodeMetric as _};
+use prometheus_client::metrics::MetricType;
+use prometheus_client::metrics::counter::ConstCounter;
 use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::metrics::histogram::Histogram;
 use prometheus_client::registry::Registry;
 
-use crate::compile::policy::{Compiled, Direction};
+use crate::compile::policy::Compiled;
+use crate::kernel::{CounterKind, Kernel};
 use crate::plan::policy::Planner;
 
 /// Seconds.
@@ -23,7 +27,6 @@ pub struct Stats {
     identities: Gauge,
     shut: Gauge,
     compile: Histogram,
-    drops: Family<[(&'static str, &'static str); 1], Counter<u64, AtomicU64>>,
 }
 
 impl Default for Stats {
@@ -34,7 +37,6 @@ impl Default for Stats {
             identities: Gauge::default(),
             shut: Gauge::default(),
             compile: Histogram::new(BUCKETS),
-            drops: Family::default(),
         }
     }
 }
@@ -66,11 +68,6 @@ impl Stats {
             "Time to compile a change of policies, peers or pods",
             self.compile.clone(),
         );
-        registry.register(
-            "weir_policy_drops",
-            "Packets that policies dropped, by the direction that refused them",
-            self.drops.clone(),
-        );
     }
 
     pub(super) fn compiled(&self, took: Duration) {
@@ -87,15 +84,40 @@ impl Stats {
         self.identities
             .set(number(planner.present().identity_count()));
     }
-
-    /// Packets that a pod's policies refused.
-    pub fn dropped(&self, direction: Direction, packets: u64) {
-        self.drops
-            .get_or_create(&[("direction", direction.name())])
-            .inc_by(packets);
-    }
 }
 
 fn number(count: usize) -> i64 {
     i64::try_from(count).unwrap_or(i64::MAX)
+}
+
+/// Packets that policies dropped, as the kernel counts them.
+#[derive(Debug)]
+pub struct DropCounters(pub Arc<Kernel>);
+
+/// Reasons of drops, and the direction that each stands for.
+const REASONS: [(DropReason, &str); 3] = [
+    (DropReason::PolicyEgress, "egress"),
+    (DropReason::PolicyIngress, "ingress"),
+    (DropReason::PolicyPending, "pending"),
+];
+
+impl Collector for DropCounters {
+    fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> Result<(), std::fmt::Error> {
+        let counters = self.0.counters().unwrap_or_default();
+        let mut family = encoder.encode_descriptor(
+            "weir_policy_drops",
+            "Packets that policies dropped, by the direction that refused them; pending: nothing was known of the pod",
+            None,
+            MetricType::Counter,
+        )?;
+        for (reason, direction) in REASONS {
+            let found = counters
+                .iter()
+                .find(|one| one.kind == CounterKind::Drop && one.name == reason.name());
+            let labels = [("direction", direction)];
+            let packets = ConstCounter::new(found.map_or(0, |one| one.packets));
+            packets.encode(family.encode_family(&labels)?)?;
+        }
+        Ok(())
+    }
 }

@@ -13,7 +13,7 @@ use super::rule_set::RuleSet;
 use super::rules::Direction;
 
 /// A first packet, as policies see it: after services are translated, before the source is.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
 pub struct Packet {
     pub source: IpAddr,
     pub destination: IpAddr,

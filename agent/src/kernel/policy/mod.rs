@@ -1,7 +1,11 @@
 //! The maps of policies: read as a whole, written by plans.
 
+#[allow(unsafe_code, reason = "waiting for the ring of events")]
+mod events;
+mod flows;
+
 use std::io;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use dataplane_common::layout::{
     DIRECTION_EGRESS, DIRECTION_INGRESS, PodPolicy, PolicyRule, PolicyRuleKey, PolicyState,
@@ -15,9 +19,15 @@ use super::table::Table;
 use crate::compile::policy::{PortPrefix, Prefix};
 use crate::plan::policy::{Operation, Present, RuleKey};
 
+pub use events::DropEvents;
+pub use flows::ObservedFlow;
+
+use flows::FlowTables;
+
 /// What the maps hold of policies.
 #[derive(Debug)]
 pub(super) struct PolicyTables {
+    maps: PathBuf,
     pods: Table<u32, PodPolicy>,
     rules: Table<PolicyRuleKey, PolicyRule>,
     identities_v4: Table<RangeKey<V4>, u32>,
@@ -28,6 +38,7 @@ pub(super) struct PolicyTables {
 impl PolicyTables {
     pub(super) fn open(maps: &Path) -> Result<Self, KernelError> {
         Ok(Self {
+            maps: maps.to_owned(),
             pods: open(maps, "pod_policies")?,
             rules: open(maps, "policy_rules")?,
             identities_v4: open(maps, "identities_v4")?,
@@ -43,6 +54,16 @@ impl PolicyTables {
 
     pub(super) fn forget(&self, ifindex: u32) -> io::Result<()> {
         self.pods.remove(&ifindex).map(drop)
+    }
+
+    /// A new reader of the ring; there should be one.
+    pub(super) fn drop_events(&self) -> Result<DropEvents, KernelError> {
+        DropEvents::open(&self.maps)
+    }
+
+    /// Some of the flows, about `most` of each family.
+    pub(super) fn some_flows(&self, most: usize) -> Result<Vec<ObservedFlow>, KernelError> {
+        FlowTables::open(&self.maps)?.some(most)
     }
 
     pub(super) fn read(&self) -> Result<Present, KernelError> {

@@ -1,5 +1,7 @@
 //! `weirctl`: the operator's tool. Asks the agent of this node over its socket.
 
+mod policy;
+
 use std::fmt::Write as _;
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
@@ -53,6 +55,9 @@ enum Command {
         #[arg(long)]
         all: bool,
     },
+    /// Network policies: what becomes of a packet and why, which there are, what staged ones would change.
+    #[command(subcommand)]
+    Policy(policy::PolicyCommand),
     /// The metrics in Prometheus' text form.
     Metrics,
 }
@@ -72,6 +77,11 @@ fn run(cli: &Cli) -> Result<ExitCode> {
     let mut code = ExitCode::SUCCESS;
     let text = match &cli.command {
         Command::Metrics => get(&socket, "/metrics")?,
+        Command::Policy(command) => {
+            let (text, said) = policy::run(&socket, command, cli.json)?;
+            code = said;
+            text
+        }
         Command::Status => {
             let body = get(&socket, "/v1/status")?;
             let status: StatusReport = parse(&body)?;

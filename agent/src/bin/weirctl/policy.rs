@@ -1,0 +1,200 @@
+//! `weirctl policy`: what applies to a packet, which policies there are, what staged ones would change.
+
+use std::fmt::Write as _;
+use std::path::Path;
+use std::process::ExitCode;
+
+use anyhow::Result;
+use clap::Subcommand;
+use weir_agent::policy::{DiffReport, Explanation, PolicyList};
+
+use super::{get, parse, pretty, table};
+
+#[derive(Debug, Subcommand)]
+pub(super) enum PolicyCommand {
+    /// Whether a packet may pass, and why: which policies isolate, which rule decides, what the others lacked.
+    ///
+    /// Exits with 1 when this node denies it. Policies are asked after services are translated, and each end is judged on
+    /// its own node.
+    Explain {
+        /// namespace/pod, node/NAME, or an address.
+        from: String,
+        /// TO:PORT or TO:PORT/PROTOCOL, where TO is as FROM, or svc/namespace/name; IPv6 addresses in brackets.
+        to: String,
+    },
+    /// Policies that select pods of this node, pods that are shut, and the last packets that policies dropped.
+    List {
+        /// Also the last packets that were dropped.
+        #[arg(long)]
+        drops: bool,
+    },
+    /// Flows and dropped packets that staged policies (annotation weir.dev/staged) would treat otherwise.
+    Diff,
+}
+
+pub(super) fn run(
+    socket: &Path,
+    command: &PolicyCommand,
+    json: bool,
+) -> Result<(String, ExitCode)> {
+    let mut code = ExitCode::SUCCESS;
+    let text = match command {
+        PolicyCommand::Explain { from, to } => {
+            let path = format!("/v1/policy/explain?from={}&to={}", encode(from), encode(to));
+            let body = get(socket, &path)?;
+            let said: Vec<Explanation> = parse(&body)?;
+            if said.iter().any(|one| !one.allowed) {
+                code = ExitCode::FAILURE;
+            }
+            if json {
+                pretty(&body)?
+            } else {
+                explain_text(&said)?
+            }
+        }
+        PolicyCommand::List { drops } => {
+            let body = get(socket, "/v1/policy/list")?;
+            if json {
+                pretty(&body)?
+            } else {
+                list_text(&parse(&body)?, *drops)?
+            }
+        }
+        PolicyCommand::Diff => {
+            let body = get(socket, "/v1/policy/diff")?;
+            if json {
+                pretty(&body)?
+            } else {
+                diff_text(&parse(&body)?)?
+            }
+        }
+    };
+    Ok((text, code))
+}
+
+/// For a query: everything but what needs no mark there.
+fn encode(text: &str) -> String {
+    let mut out = String::new();
+    for byte in text.bytes() {
+        if byte.is_ascii_alphanumeric() || b"-._~/:".contains(&byte) {
+            out.push(char::from(byte));
+        } else {
+            out.push_str(&format!("%{byte:02X}"));
+        }
+    }
+    out
+}
+
+fn explain_text(said: &[Explanation]) -> Result<String> {
+    let mut out = String::new();
+    for (place, one) in said.iter().enumerate() {
+        if place > 0 {
+            writeln!(out)?;
+        }
+        let word = if one.allowed { "ALLOWED" } else { "DENIED" };
+        writeln!(out, "{word}  {} to {}, {}", one.from, one.to, one.port)?;
+        for side in &one.directions {
+            writeln!(
+                out,
+                "  {} of {}: {} ({})",
+                side.direction, side.pod, side.verdict, side.reason
+            )?;
+            if let Some(rule) = &side.rule {
+                writeln!(out, "    rule      {rule}")?;
+            }
+            if !side.isolated_by.is_empty() {
+                writeln!(out, "    isolated  by {}", side.isolated_by.join(", "))?;
+            }
+            for line in &side.lacking {
+                writeln!(out, "    not       {line}")?;
+            }
+        }
+    }
+    Ok(out)
+}
+
+fn list_text(list: &PolicyList, drops: bool) -> Result<String> {
+    let mut rows = vec![
+        [
+            "TIER",
+            "NAMESPACE",
+            "NAME",
+            "PRIORITY",
+            "ISOLATES",
+            "RULES",
+            "PODS",
+        ]
+        .map(str::to_owned)
+        .to_vec(),
+    ];
+    for policy in &list.policies {
+        let isolates = match (policy.isolates_ingress, policy.isolates_egress) {
+            (true, true) => "ingress,egress",
+            (true, false) => "ingress",
+            (false, true) => "egress",
+            (false, false) => "-",
+        };
+        let mut tier = policy.tier.clone();
+        if policy.staged {
+            tier.push_str(" (staged)");
+        }
+        let cluster = policy.namespace.is_empty();
+        rows.push(vec![
+            tier,
+            if cluster {
+                "-".into()
+            } else {
+                policy.namespace.clone()
+            },
+            policy.name.clone(),
+            if cluster {
+                policy.priority.to_string()
+            } else {
+                "-".into()
+            },
+            isolates.into(),
+            format!("{} in, {} out", policy.ingress_rules, policy.egress_rules),
+            policy.pods.join(" "),
+        ]);
+    }
+    let mut out = table(&rows);
+    for shut in &list.shut {
+        writeln!(out, "SHUT  {}: {}", shut.pod, shut.why)?;
+    }
+    for drop in list.drops.iter().filter(|_| drops) {
+        writeln!(
+            out,
+            "DROPPED  {} to {}, {}, by {} of {}: {}",
+            drop.from, drop.to, drop.port, drop.direction, drop.pod, drop.why
+        )?;
+    }
+    Ok(out)
+}
+
+fn diff_text(diff: &DiffReport) -> Result<String> {
+    let mut out = String::new();
+    if diff.staged.is_empty() {
+        writeln!(out, "No staged policy selects a pod of this node.")?;
+        return Ok(out);
+    }
+    writeln!(
+        out,
+        "With {}, of {} flows and dropped packets of this node:",
+        diff.staged.join(", "),
+        diff.looked_at
+    )?;
+    for entry in &diff.changes {
+        writeln!(
+            out,
+            "  {} to {}, {}: {} now, {} then ({})",
+            entry.from, entry.to, entry.port, entry.enforced, entry.staged, entry.why
+        )?;
+    }
+    if diff.more > 0 {
+        writeln!(out, "  and {} more", diff.more)?;
+    }
+    if diff.changes.is_empty() {
+        writeln!(out, "  nothing would change")?;
+    }
+    Ok(out)
+}

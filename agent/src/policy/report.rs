@@ -1,0 +1,221 @@
+//! What `weirctl policy` shows.
+
+use std::collections::BTreeMap;
+
+use control_api::desired::{Changes, DesiredState, Name};
+use control_api::v1::PolicyTier;
+use serde::{Deserialize, Serialize};
+
+use super::View;
+use super::drops::Drop;
+use super::ends;
+use super::explain::{self, Explanation, port_text};
+use crate::compile::policy::{Compiler, Input, Judgement, Limits, Mode, Packet, Verdict, verdict};
+
+/// More flows that a staged policy would treat otherwise are counted, not listed.
+const MAX_LISTED: usize = 200;
+
+/// Policies of this node's pods.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct PolicyList {
+    pub policies: Vec<PolicyReport>,
+    /// Pods that nothing may pass to or from.
+    pub shut: Vec<ShutReport>,
+    /// The last packets that policies dropped, the newest last.
+    pub drops: Vec<Drop>,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct PolicyReport {
+    pub tier: String,
+    /// Empty for a ClusterNetworkPolicy.
+    pub namespace: String,
+    pub name: String,
+    pub priority: i32,
+    pub staged: bool,
+    pub isolates_ingress: bool,
+    pub isolates_egress: bool,
+    pub ingress_rules: usize,
+    pub egress_rules: usize,
+    /// Of this node.
+    pub pods: Vec<String>,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ShutReport {
+    pub pod: String,
+    pub why: String,
+}
+
+/// What staged policies would change.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct DiffReport {
+    /// Names of the staged policies.
+    pub staged: Vec<String>,
+    /// Different flows and drops that were looked at.
+    pub looked_at: usize,
+    pub changes: Vec<DiffEntry>,
+    /// Changes beyond those listed.
+    pub more: usize,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct DiffEntry {
+    pub from: String,
+    pub to: String,
+    pub port: String,
+    pub enforced: String,
+    pub staged: String,
+    /// What decides with the staged policies.
+    pub why: String,
+}
+
+/// Lists policies.
+#[must_use]
+pub(super) fn list(view: &View<'_>, drops: Vec<Drop>) -> PolicyList {
+    let mut pods: BTreeMap<Name, Vec<String>> = BTreeMap::new();
+    for pod in view.locals.pods.values() {
+        let known = pod.name.as_ref().and_then(|name| view.peers.get(name));
+        let (Some(name), Some(peer)) = (&pod.name, known) else {
+            continue;
+        };
+        for policy in &peer.policies {
+            let policy = Name::new(&policy.namespace, &policy.name);
+            pods.entry(policy).or_default().push(name.to_string());
+        }
+    }
+    let policies = view.policies.iter().map(|(name, policy)| PolicyReport {
+        tier: match policy.tier() {
+            PolicyTier::Admin => "Admin",
+            PolicyTier::Baseline => "Baseline",
+            PolicyTier::NetworkPolicy | PolicyTier::Unspecified => "NetworkPolicy",
+        }
+        .into(),
+        namespace: name.namespace.clone(),
+        name: name.name.clone(),
+        priority: policy.priority,
+        staged: policy.staged,
+        isolates_ingress: policy.isolates_ingress,
+        isolates_egress: policy.isolates_egress,
+        ingress_rules: policy.ingress.len(),
+        egress_rules: policy.egress.len(),
+        pods: pods.remove(name).unwrap_or_default(),
+    });
+    let policies = policies.collect();
+    let shut = view.locals.pods.iter().filter_map(|(ifindex, pod)| {
+        let why = view.compiled.why_shut(*ifindex)?;
+        Some(ShutReport {
+            pod: pod.name.as_ref()?.to_string(),
+            why: why.to_string(),
+        })
+    });
+    PolicyList {
+        policies,
+        shut: shut.collect(),
+        drops,
+    }
+}
+
+/// Explains every packet that a question means: one for each pair of addresses of a family.
+///
+/// # Errors
+/// What in the question is not known here.
+pub(super) fn explain_all(
+    view: &View<'_>,
+    state: &DesiredState,
+    from: &str,
+    to: &str,
+) -> Result<Vec<Explanation>, String> {
+    let (to, port, protocol) = ends::cut(to)?;
+    let sources = ends::find(view, state, from)?;
+    let targets = ends::targets(view, state, to, port, protocol)?;
+    let mut all = Vec::new();
+    for source in &sources {
+        let same = targets
+            .iter()
+            .filter(|target| target.end.address.is_ipv4() == source.address.is_ipv4());
+        all.extend(
+            same.map(|target| explain::explain(view, source, &target.end, protocol, target.port)),
+        );
+    }
+    if all.is_empty() {
+        return Err(format!("{from} and {to} have no addresses of one family"));
+    }
+    Ok(all)
+}
+
+/// Compares what is enforced with what would be, were staged policies not staged.
+#[must_use]
+pub(super) fn diff(view: &View<'_>, state: &DesiredState, packets: &[Packet]) -> DiffReport {
+    let staged = view.policies.iter().filter(|(_, policy)| policy.staged);
+    let staged: Vec<String> = staged.map(|(name, _)| explain::policy_name(name)).collect();
+    let mut report = DiffReport {
+        staged,
+        looked_at: packets.len(),
+        ..DiffReport::default()
+    };
+    if report.staged.is_empty() {
+        return report;
+    }
+    let mut compiler = Compiler::new(Mode::Staged, Limits::default(), &[]);
+    let input = Input {
+        policies: view.policies,
+        peers: view.peers,
+        locals: view.locals,
+        domains: view.domains,
+    };
+    compiler.update(&input, &Changes::everything());
+    let with_staged = View {
+        compiled: compiler.compiled(),
+        planner: None,
+        ..*view
+    };
+    for packet in packets {
+        let now = verdict(view.compiled, view.locals, packet);
+        let then = verdict(with_staged.compiled, view.locals, packet);
+        if now.allows() == then.allows() {
+            continue;
+        }
+        if report.changes.len() >= MAX_LISTED {
+            report.more += 1;
+            continue;
+        }
+        let from = ends::at(view, state, packet.source);
+        let to = ends::at(view, state, packet.destination);
+        let said = explain::explain(&with_staged, &from, &to, packet.protocol, packet.port);
+        report.changes.push(DiffEntry {
+            from: from.to_string(),
+            to: to.to_string(),
+            port: port_text(packet.protocol, packet.port),
+            enforced: word(now).into(),
+            staged: word(then).into(),
+            why: decisive(&said, then),
+        });
+    }
+    report
+}
+
+fn word(verdict: Verdict) -> &'static str {
+    if verdict.allows() {
+        "allowed"
+    } else {
+        "denied"
+    }
+}
+
+/// The direction that refuses, or both.
+fn decisive(said: &Explanation, verdict: Verdict) -> String {
+    let refuses = |judgement: Option<Judgement>| judgement.is_some_and(|one| !one.allows());
+    let wanted = [refuses(verdict.egress), refuses(verdict.ingress)];
+    let all = verdict.allows();
+    let lines = said
+        .directions
+        .iter()
+        .zip(wanted)
+        .filter(|(_, refuses)| all || *refuses);
+    let lines = lines.map(|(one, _)| {
+        let reason = one.rule.as_ref().unwrap_or(&one.reason);
+        format!("{}: {reason}", one.direction)
+    });
+    lines.collect::<Vec<_>>().join("; ")
+}
