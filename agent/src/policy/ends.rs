@@ -141,9 +141,9 @@ pub(super) fn at(view: &View<'_>, state: &DesiredState, address: IpAddr) -> End 
     }
     let text = address.to_string();
     let mut peers = view.peers.iter();
-    if let Some((name, peer)) = peers.find(|(name, peer)| {
-        !name.namespace.is_empty() && peer.addresses.iter().any(|own| *own == text)
-    }) {
+    if let Some((name, peer)) =
+        peers.find(|(name, peer)| !name.namespace.is_empty() && peer.addresses.contains(&text))
+    {
         return named(name.to_string(), Some(peer.node.clone()), true);
     }
     let mut nodes = state.nodes.values();

@@ -232,3 +232,169 @@ fn a_plan_that_breaks_off_is_mended_from_the_maps() {
     assert!(node.maps.lets_in(7, FRIEND) && !node.maps.lets_in(7, STRANGER));
     assert_ne!(node.maps.maps.lock().unwrap().generation, generation);
 }
+
+fn explained(agent: &Enforcer, state: &DesiredState, from: &str, to: &str) -> Explanation {
+    let mut all = agent.explain(state, from, to).unwrap();
+    assert_eq!(all.len(), 1);
+    all.remove(0)
+}
+
+#[test]
+fn an_explanation_names_the_rule_or_what_every_rule_lacked() {
+    let node = Node::new();
+    let mut state = state();
+    let agent = node.agent(&DesiredState::default());
+    agent.enter(7, &pod("a", 1)).unwrap();
+    agent.apply(&state, &Changes::everything()).unwrap();
+
+    let said = explained(&agent, &state, "ns/friend", "ns/a:80");
+    assert!(said.allowed);
+    assert_eq!(
+        (said.from.as_str(), said.port.as_str()),
+        ("ns/friend (10.1.0.2)", "80/TCP")
+    );
+    let [egress, ingress] = &said.directions[..] else {
+        panic!("{said:?}");
+    };
+    assert_eq!(egress.verdict, "judged elsewhere");
+    assert!(egress.reason.contains("n2"), "{}", egress.reason);
+    assert_eq!(ingress.verdict, "allowed");
+    let rule =
+        "NetworkPolicy ns/friends ingress rule 1: allow from friends on every port and protocol";
+    assert_eq!(ingress.rule.as_deref(), Some(rule));
+    assert_eq!(ingress.isolated_by, ["NetworkPolicy ns/friends"]);
+
+    let said = explained(&agent, &state, STRANGER, "ns/a:53/udp");
+    assert!(!said.allowed);
+    let [stranger, ingress] = &said.directions[..] else {
+        panic!("{said:?}");
+    };
+    assert_eq!(stranger.verdict, "not judged");
+    assert_eq!((ingress.verdict.as_str(), &ingress.rule), ("denied", &None));
+    assert_eq!(ingress.lacking.len(), 1);
+    assert!(ingress.lacking[0].ends_with("the other end is not among its peers"));
+
+    let said = explained(&agent, &state, "ns/a", "10.1.0.3:80");
+    assert_eq!(said.directions[0].reason, "no policy judges its egress");
+    let service = control_api::v1::Service {
+        namespace: "ns".into(),
+        name: "web".into(),
+        ports: vec![control_api::v1::ServicePort {
+            name: "http".into(),
+            protocol: control_api::v1::Protocol::Tcp.into(),
+            port: 80,
+            node_port: 0,
+        }],
+        ..Default::default()
+    };
+    let slice = control_api::v1::EndpointSlice {
+        namespace: "ns".into(),
+        name: "web-1".into(),
+        service: "web".into(),
+        ports: vec![control_api::v1::EndpointPort {
+            name: "http".into(),
+            protocol: control_api::v1::Protocol::Tcp.into(),
+            port: 8080,
+        }],
+        endpoints: vec![control_api::v1::Endpoint {
+            addresses: vec!["10.0.0.1".into()],
+            ready: true,
+            serving: true,
+            ..Default::default()
+        }],
+        ..Default::default()
+    };
+    state.services.insert(Name::new("ns", "web"), service);
+    state
+        .endpoint_slices
+        .insert(Name::new("ns", "web-1"), slice);
+    let said = explained(&agent, &state, FRIEND, "svc/ns/web:80");
+    assert_eq!(
+        (said.to.as_str(), said.port.as_str()),
+        ("ns/a (10.0.0.1)", "8080/TCP")
+    );
+
+    for (from, to) in [
+        ("ns/nobody", "ns/a:80"),
+        ("ns/a", "ns/a"),
+        ("ns/a", "svc/ns/web:81"),
+        ("friend", "ns/a:80"),
+        ("ns/a", "ns/friend:80/carrier"),
+    ] {
+        assert!(agent.explain(&state, from, to).is_err(), "{from} to {to}");
+    }
+}
+
+#[test]
+fn staged_policies_change_nothing_and_say_what_they_would() {
+    let node = Node::new();
+    let mut state = state();
+    let name = Name::new("ns", "friends");
+    let mut policy = state.policies.get(&name).unwrap().clone();
+    policy.staged = true;
+    state.policies.insert(name, policy);
+    let agent = node.agent(&DesiredState::default());
+    agent.enter(7, &pod("a", 1)).unwrap();
+    agent.apply(&state, &Changes::everything()).unwrap();
+    assert!(node.maps.lets_in(7, STRANGER));
+    let flow = |from: &str| ObservedFlow {
+        source: from.parse().unwrap(),
+        destination: "10.0.0.1".parse().unwrap(),
+        protocol: 6,
+        port: 80,
+    };
+    let diff = agent.diff(&state, &[flow(FRIEND), flow(STRANGER), flow(FRIEND)]);
+    assert_eq!((diff.looked_at, diff.staged.len()), (2, 1));
+    let [change] = &diff.changes[..] else {
+        panic!("{diff:?}");
+    };
+    assert_eq!(change.from, STRANGER);
+    assert_eq!(
+        (change.enforced.as_str(), change.staged.as_str()),
+        ("allowed", "denied")
+    );
+    let list = agent.list();
+    assert!(list.policies[0].staged && list.policies[0].pods == ["ns/a"]);
+}
+
+#[test]
+fn a_drop_names_what_isolates_or_the_rule_that_denies() {
+    use dataplane_common::policy::event::DropEvent;
+    use dataplane_common::policy::verdict;
+    let node = Node::new();
+    let agent = node.agent(&DesiredState::default());
+    agent.enter(7, &pod("a", 1)).unwrap();
+    agent.apply(&state(), &Changes::everything()).unwrap();
+    let mut event = DropEvent {
+        verdict: verdict::DENIED | verdict::INGRESS,
+        ifindex: 7,
+        source: [u32::from_ne_bytes([10, 1, 0, 3]), 0, 0, 0],
+        destination: [u32::from_ne_bytes([10, 0, 0, 1]), 0, 0, 0],
+        destination_port: dataplane_common::Port::new(80),
+        protocol: 6,
+        family: 4,
+        ..DropEvent::default()
+    };
+    let (packet, said) = agent.with(|view| drops::describe(view, &event));
+    assert_eq!(
+        (packet.source.to_string().as_str(), packet.port),
+        (STRANGER, 80)
+    );
+    assert_eq!(
+        (said.pod.as_str(), said.direction.as_str()),
+        ("ns/a", "ingress")
+    );
+    assert_eq!(
+        said.why,
+        "no rule allows it; isolated by NetworkPolicy ns/friends"
+    );
+    event.verdict |= 1;
+    let (_, said) = agent.with(|view| drops::describe(view, &event));
+    assert!(
+        said.why
+            .starts_with("NetworkPolicy ns/friends ingress rule 1")
+    );
+    event.verdict |= verdict::PENDING;
+    let (_, said) = agent.with(|view| drops::describe(view, &event));
+    assert_eq!(said.why, "its policies were not known");
+}
