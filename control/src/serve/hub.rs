@@ -22,7 +22,7 @@ const LOG_ENTRIES: usize = 8192;
 /// Bytes kept for the same.
 const LOG_BYTES: usize = 16 << 20;
 /// A node that a single change concerns with more than this gets a snapshot, which comes in parts.
-const MAX_DELTA_BYTES: usize = 1 << 20;
+const MAX_DELTA_BYTES: usize = 4 << 20;
 
 /// One change. Objects are encoded once; the frame of a node that is concerned in a way of its own is put together
 /// when it is sent.

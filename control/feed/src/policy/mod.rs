@@ -93,8 +93,8 @@ impl Policies {
     }
 
     #[cfg(test)]
-    pub(crate) fn set_limit(&mut self, limit: usize) {
-        self.graph.touched.set_limit(limit);
+    pub(crate) fn set_limits(&mut self, of_node: usize, in_all: usize) {
+        self.graph.touched.set_limits(of_node, in_all);
     }
 
     /// While nobody listens, changes are not noted down.

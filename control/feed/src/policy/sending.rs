@@ -11,7 +11,9 @@ use super::graph::{Graph, Peer, Share};
 use crate::effects::{Effects, Op, encode, key_of};
 
 /// Peers of one node that a change may concern; a node that it concerns with more takes a snapshot.
-const MAX_TOUCHED: usize = 4096;
+const MAX_TOUCHED: usize = 32_768;
+/// The same over all nodes: those for whom nothing is left take a snapshot.
+const MAX_TOUCHED_IN_ALL: usize = 131_072;
 
 /// What a node is told of a peer, short of its text.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
@@ -38,6 +40,9 @@ struct OfNode {
 pub(super) struct Touched {
     quiet: bool,
     limit: usize,
+    limit_in_all: usize,
+    /// Peers noted down, over all nodes.
+    in_all: usize,
     nodes: BTreeMap<Arc<str>, OfNode>,
     /// Names of what has gone since.
     left_peers: HashMap<u32, Name>,
@@ -49,6 +54,8 @@ impl Default for Touched {
         Self {
             quiet: false,
             limit: MAX_TOUCHED,
+            limit_in_all: MAX_TOUCHED_IN_ALL,
+            in_all: 0,
             nodes: BTreeMap::new(),
             left_peers: HashMap::new(),
             left_policies: HashMap::new(),
@@ -58,8 +65,9 @@ impl Default for Touched {
 
 impl Touched {
     #[cfg(test)]
-    pub(super) fn set_limit(&mut self, limit: usize) {
-        self.limit = limit;
+    pub(super) fn set_limits(&mut self, of_node: usize, in_all: usize) {
+        self.limit = of_node;
+        self.limit_in_all = in_all;
     }
 
     fn of_node(&mut self, node: &Arc<str>) -> &mut OfNode {
@@ -73,13 +81,15 @@ impl Touched {
 
     /// Gives up on single peers when there are more than `more` of them to come.
     pub(super) fn expect(&mut self, node: &Arc<str>, more: usize) {
-        let limit = self.limit;
+        let (limit, room) = (self.limit, self.limit_in_all.checked_sub(self.in_all));
         let of_node = self.of_node(node);
-        if of_node.peers.len().max(more) > limit {
+        let noted = of_node.peers.len();
+        if noted.max(more) > limit || room.is_none_or(|room| more > room) {
             *of_node = OfNode {
                 afresh: true,
                 ..OfNode::default()
             };
+            self.in_all -= noted;
         }
     }
 
@@ -118,6 +128,7 @@ impl Graph {
         }
         let view = self.view(node, id);
         self.touched.of_node(node).peers.insert(id, view);
+        self.touched.in_all += 1;
         self.touched.expect(node, 0);
     }
 
@@ -152,6 +163,7 @@ impl Graph {
 
     pub(super) fn flush(&mut self) -> Effects {
         let touched = std::mem::take(&mut self.touched.nodes);
+        self.touched.in_all = 0;
         let mut encoded = HashMap::new();
         let mut effects = Effects::default();
         for (node, of_node) in touched {

@@ -43,7 +43,7 @@ async fn an_agent_that_runs_no_pods_gets_policies_all_the_same() {
 async fn a_change_that_is_too_much_for_a_message_makes_a_snapshot() {
     let cluster = cluster().await;
     cluster.api.put(resources::PODS, pod("mine", "n1"));
-    let long = "x".repeat(1 << 10);
+    let long = "x".repeat(4 << 10);
     for i in 0..1200 {
         let mut pod = pod(&format!("{long}-{i}"), "n2");
         pod["metadata"]["uid"] = json!(i.to_string());

@@ -201,9 +201,9 @@ fn apply(state: &mut DesiredState, node: &str, effects: &Effects) {
 
 proptest! {
     #[test]
-    fn nodes_hold_what_a_naive_computation_says(steps in prop::collection::vec(step(), 1..50), limit in 0usize..8) {
+    fn nodes_hold_what_a_naive_computation_says(steps in prop::collection::vec(step(), 1..50), limits in (0usize..8, 0usize..20)) {
         let mut index = Index::new(ClusterConfig::default());
-        index.policies().set_limit(limit);
+        index.policies().set_limits(limits.0, limits.1);
         let mut cluster = Cluster::new();
         let mut states: Vec<DesiredState> = vec![DesiredState::default(); NODES.len()];
         for step in &steps {
