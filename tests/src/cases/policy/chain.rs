@@ -72,11 +72,8 @@ impl Node {
         if !self.runs {
             return;
         }
-        let input = Input {
-            state: &self.state,
-            locals: &self.locals,
-            domains: &DomainAnswers::default(),
-        };
+        let domains = DomainAnswers::default();
+        let input = Input::new(&self.state, &self.locals, &domains);
         self.compiler.update(&input, changes);
         self.generation += 1;
         let compiled = self.compiler.compiled();
