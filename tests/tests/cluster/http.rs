@@ -42,10 +42,15 @@ pub(crate) struct Connection {
 
 impl Connection {
     pub(crate) fn open(address: SocketAddr) -> Result<Self> {
-        let stream = TcpStream::connect_timeout(&address, TIMEOUT)
+        Self::open_within(address, TIMEOUT)
+    }
+
+    /// As [`Self::open`], for a client that waits so long at each step.
+    pub(crate) fn open_within(address: SocketAddr, patience: Duration) -> Result<Self> {
+        let stream = TcpStream::connect_timeout(&address, patience)
             .with_context(|| format!("connect to {address}"))?;
-        stream.set_read_timeout(Some(TIMEOUT))?;
-        stream.set_write_timeout(Some(TIMEOUT))?;
+        stream.set_read_timeout(Some(patience))?;
+        stream.set_write_timeout(Some(patience))?;
         stream.set_nodelay(true)?;
         Ok(Self { stream })
     }

@@ -8,6 +8,7 @@
     reason = "a test program reports on standard output"
 )]
 
+mod balancer;
 mod faults;
 mod flow;
 mod http;
@@ -49,6 +50,14 @@ const CHECKS: &[(&str, Check)] = &[
     ),
     ("a_killed_containerd_comes_back", faults::containerd),
     ("everything_killed_at_once_converges", faults::everything),
+    (
+        "a_balancer_address_moves_when_its_node_is_lost",
+        balancer::moves_when_its_node_is_lost,
+    ),
+    (
+        "a_balancer_without_an_address_says_why",
+        balancer::says_why_there_is_none,
+    ),
     (
         "delete_deployment_removes_its_pods",
         flow::delete_deployment,
