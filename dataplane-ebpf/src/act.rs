@@ -11,7 +11,7 @@ use aya_ebpf::programs::TcContext;
 use dataplane_common::layout::RANGE_OWN;
 use dataplane_common::packet::{Action, Decision, Translation};
 use dataplane_common::reason::{DropReason, Event};
-use dataplane_common::{Tables, V4, V6, tail};
+use dataplane_common::{Tables, V4, V6, sctp, tail};
 
 use crate::PASS;
 use crate::maps::{
@@ -52,8 +52,9 @@ pub(crate) fn carry_out<A: Wire>(
             return drop_or_refuse(context, way.reason);
         }
     }
-    if decision.translation != Translation::None && !rewrite(context, parsed, decision) {
-        return drop_packet(DropReason::RewriteFailed);
+    let refused = translate(context, parsed, decision);
+    if refused != DropReason::None {
+        return drop_packet(refused);
     }
     match decision.action {
         Action::Drop => drop_packet(decision.reason),
@@ -82,10 +83,30 @@ pub(crate) fn carry_out_in_place<A: Wire>(
     if decision.action == Action::Drop {
         return drop_packet(decision.reason);
     }
-    if decision.translation != Translation::None && !rewrite(context, parsed, decision) {
-        return drop_packet(DropReason::RewriteFailed);
+    let refused = translate(context, parsed, decision);
+    if refused != DropReason::None {
+        return drop_packet(refused);
     }
     PASS
+}
+
+/// Why the packet cannot be as decided, if it cannot.
+#[inline(always)]
+fn translate<A: Wire>(
+    context: &TcContext,
+    parsed: &Parsed<A>,
+    decision: &Decision<A>,
+) -> DropReason {
+    if decision.translation == Translation::None {
+        return DropReason::None;
+    }
+    if sctp::is_torn(&parsed.packet, decision) {
+        return DropReason::SctpFragment;
+    }
+    if !rewrite(context, parsed, decision) {
+        return DropReason::RewriteFailed;
+    }
+    DropReason::None
 }
 
 /// Counts the drop, and lets the sender know where it should.

@@ -83,9 +83,10 @@ trait Frame: Wire {
     /// Offset of the transport header.
     const TRANSPORT: usize;
 
-    /// Fills in addresses and protocol, and the length for the route lookup. False for what is left alone.
+    /// Fills in addresses and protocol, and the length for the route lookup. False for what is left alone; so are packets
+    /// without a hop to spare, whose senders the stack tells.
     fn read_frame(context: &XdpContext, packet: &mut Packet<Self>, lookup: &mut FibLookup) -> bool;
-    /// Writes the addresses, and the header's own checksum where there is one.
+    /// Writes the addresses, takes a hop, and writes the header's own checksum where there is one.
     fn write_frame(context: &XdpContext, decision: &Decision<Self>, difference: u32) -> bool;
 }
 
@@ -297,12 +298,13 @@ impl Frame for V4 {
         // SAFETY: see `at_driver`.
         unsafe {
             let fragment = u16::from_be((*ip).fragment) & MORE_OR_OFFSET;
-            if (*ip).version_service.to_ne_bytes()[0] != PLAIN || fragment != 0 {
+            let [hops, protocol] = (*ip).time_protocol.to_ne_bytes();
+            if (*ip).version_service.to_ne_bytes()[0] != PLAIN || fragment != 0 || hops <= 1 {
                 return false;
             }
             packet.source = V4(word((*ip).source));
             packet.destination = V4(word((*ip).destination));
-            packet.protocol = (*ip).time_protocol.to_ne_bytes()[1];
+            packet.protocol = protocol;
             lookup.__bindgen_anon_1.tot_len = u16::from_be((*ip).total_length);
         }
         true
@@ -317,7 +319,12 @@ impl Frame for V4 {
         unsafe {
             (*ip).source = halves(decision.source.0);
             (*ip).destination = halves(decision.destination.0);
-            (*ip).checksum = checksum::apply((*ip).checksum, difference);
+            let before = (*ip).time_protocol;
+            let [hops, protocol] = before.to_ne_bytes();
+            let after = u16::from_ne_bytes([hops.wrapping_sub(1), protocol]);
+            (*ip).time_protocol = after;
+            let taken = checksum::word_difference(before, after);
+            (*ip).checksum = checksum::apply(checksum::apply((*ip).checksum, difference), taken);
         }
         true
     }
@@ -337,7 +344,11 @@ impl Frame for V6 {
             packet.source = address_of((*ip).source);
             packet.destination = address_of((*ip).destination);
             // Extension headers are neither TCP nor UDP.
-            packet.protocol = (*ip).next_hops.to_ne_bytes()[0];
+            let [next, hops] = (*ip).next_hops.to_ne_bytes();
+            if hops <= 1 {
+                return false;
+            }
+            packet.protocol = next;
             lookup.__bindgen_anon_1.tot_len =
                 u16::from_be((*ip).payload_length).saturating_add(HEADER);
         }
@@ -353,6 +364,8 @@ impl Frame for V6 {
         unsafe {
             (*ip).source = halves_of(&decision.source);
             (*ip).destination = halves_of(&decision.destination);
+            let [next, hops] = (*ip).next_hops.to_ne_bytes();
+            (*ip).next_hops = u16::from_ne_bytes([next, hops.wrapping_sub(1)]);
         }
         true
     }

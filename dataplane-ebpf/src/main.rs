@@ -135,8 +135,8 @@ pub fn to_network(context: TcContext) -> i32 {
         return PASS;
     }
     match packet::ether_type(&context) {
-        IPV4 => run_to_network::<V4>(&context),
-        IPV6 => run_to_network::<V6>(&context),
+        IPV4 => run_to_network::<V4>(&context, tail::OPEN_V4),
+        IPV6 => run_to_network::<V6>(&context, tail::OPEN_V6),
         _ => PASS,
     }
 }
@@ -341,7 +341,7 @@ where
 }
 
 #[inline(always)]
-fn run_to_network<A: LinkAddress + Wire + Handed>(context: &TcContext) -> i32
+fn run_to_network<A: LinkAddress + Wire + Handed>(context: &TcContext, opener: u32) -> i32
 where
     MapTables: dataplane_common::Tables<A>,
 {
@@ -353,6 +353,9 @@ where
     let decision = path::to_network(&mut MapTables, &parsed.packet);
     if decision.action == Action::Relate {
         return hand_on(context, &parsed, Hook::Stack, A::RELATE);
+    }
+    if decision.action == Action::Open {
+        return hand_on(context, &parsed, Hook::Stack, opener);
     }
     if decision.action == Action::Host {
         return act::to_host(context, &decision);

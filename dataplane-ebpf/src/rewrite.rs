@@ -5,7 +5,7 @@ use aya_ebpf::helpers::{bpf_l3_csum_replace, bpf_l4_csum_replace, bpf_skb_store_
 use aya_ebpf::programs::TcContext;
 use dataplane_common::address::{ICMP, ICMPV6, SCTP, TCP};
 use dataplane_common::checksum;
-use dataplane_common::packet::{Decision, FRAGMENT, LATER_FRAGMENT};
+use dataplane_common::packet::{Decision, LATER_FRAGMENT};
 use dataplane_common::sctp;
 use dataplane_common::{Family, Port, V4, V6};
 
@@ -82,7 +82,7 @@ pub(crate) fn rewrite<A: Addresses + Headers>(
     }
 }
 
-/// SCTP's checksum covers the ports, and no address. It spans fragments, so those cannot be given other ports.
+/// SCTP's checksum covers the ports, and no address. It spans fragments: those were dropped before.
 #[inline(always)]
 fn rewrite_sctp<A: Headers>(
     context: &TcContext,
@@ -94,9 +94,6 @@ fn rewrite_sctp<A: Headers>(
     let Some(old) = load::<u32>(context, at) else {
         return false;
     };
-    if parsed.packet.flags & FRAGMENT != 0 {
-        return false;
-    }
     let bytes = A::bytes_from(context, parsed.transport);
     // The compiler knows bounds of this number that older verifiers lose, and leaves out the masks on which they insist.
     // SAFETY: a number on the stack.

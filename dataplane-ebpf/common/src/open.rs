@@ -120,6 +120,9 @@ pub fn open<A: Family, T: Tables<A>>(
     scratch: &mut Scratch<A>,
 ) -> Decision<A> {
     let generation = tables.policy_generation();
+    if hook == Hook::Stack && packet.has_ports() {
+        return own(tables, packet, scratch, generation);
+    }
     scratch.flow = Flow::of_packet(packet, tables.now_s());
     let flow = &mut scratch.flow;
     let plan = if packet.has_ports() {
@@ -253,6 +256,21 @@ fn is_for_own_process<A: Family, T: Tables<A>>(
         Some(endpoint) => endpoint.flags & ENDPOINT_NODE != 0,
         None => false,
     }
+}
+
+/// A datagram of a process of this node, from a port where somebody else is served. It goes its way, recorded or not.
+#[inline(always)]
+fn own<A: Family, T: Tables<A>>(
+    tables: &mut T,
+    packet: &Packet<A>,
+    scratch: &mut Scratch<A>,
+    generation: u32,
+) -> Decision<A> {
+    scratch.flow = Flow::of_packet(packet, tables.now_s());
+    scratch.flow.flags = FLOW_PLAIN;
+    scratch.flow.policy_generation = generation;
+    track(tables, packet, scratch);
+    Decision::untouched(packet, Action::Stack)
 }
 
 /// Packets that no flow can have: other protocols, errors about packets that no flow has, fragments whose first is

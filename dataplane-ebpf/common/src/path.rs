@@ -306,6 +306,15 @@ pub fn to_network<A: Family, T: Tables<A>>(tables: &mut T, packet: &Packet<A>) -
         scope: SCOPE_ALL,
     };
     if tables.frontend(&key).is_none() {
+        // A process that sends datagrams from a port where a pod is served: what comes to that port from there is for it.
+        let own = FrontendKey {
+            address: packet.source,
+            port: packet.source_port,
+            ..key
+        };
+        if packet.is_udp() && tables.frontend(&own).is_some() {
+            decision.action = Action::Open;
+        }
         return decision;
     }
     if let Some(node) = tables.node()

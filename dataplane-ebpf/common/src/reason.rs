@@ -75,6 +75,8 @@ numbered! {
         PolicyIngress = "policy_ingress",
         /// Which policies apply to the pod is not known yet, or they did not fit.
         PolicyPending = "policy_pending",
+        /// An SCTP packet in fragments would have needed other ports: its checksum spans what is not there.
+        SctpFragment = "sctp_fragment",
     }
 }
 

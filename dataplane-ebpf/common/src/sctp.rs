@@ -4,8 +4,8 @@
 //! linear, so a change of the first four bytes changes it by the CRC of the difference alone, moved by the length of
 //! the packet. That takes two multiplications of polynomials, whatever the length.
 
-use crate::address::Port;
-use crate::packet::tcp;
+use crate::address::{Family, Port, SCTP};
+use crate::packet::{Decision, FRAGMENT, Packet, tcp};
 
 /// The common header: ports, verification tag, checksum.
 pub const HEADER_BYTES: u32 = 12;
@@ -20,6 +20,17 @@ pub mod chunk {
     pub const SHUTDOWN: u8 = 7;
     pub const SHUTDOWN_ACK: u8 = 8;
     pub const SHUTDOWN_COMPLETE: u8 = 14;
+}
+
+/// True for a part of a packet that a decision gives other ports. None of the parts holds all that the checksum covers,
+/// so that none of them may go on.
+#[inline(always)]
+#[must_use]
+pub fn is_torn<A: Family>(packet: &Packet<A>, decision: &Decision<A>) -> bool {
+    packet.protocol == SCTP
+        && packet.flags & FRAGMENT != 0
+        && (packet.source_port != decision.source_port
+            || packet.destination_port != decision.destination_port)
 }
 
 /// What the first chunk of a packet says, in the words that TCP has for it, so that the life of a flow is one. INIT,

@@ -8,6 +8,7 @@ mod histories;
 mod icmp;
 mod limit;
 mod overlay;
+mod own;
 mod paths;
 mod policy;
 mod policy_paths;

@@ -255,7 +255,7 @@ impl<'a> Asked<'a> {
             if whole {
                 compiled.addresses.insert(frontend.address);
             }
-            for (view, scope, options) in self.entries(context, *kind, &endpoints) {
+            for (view, scope, options) in self.entries(context, *kind, &endpoints, family) {
                 let service = views
                     .entry(view)
                     .or_insert_with(|| self.wanted(&endpoints, view, family));
@@ -285,11 +285,7 @@ impl<'a> Asked<'a> {
             frontends: Vec::new(),
             backends: endpoints.view(view),
             affinity_s: self.service.client_ip_affinity_s,
-            ranges: self
-                .source_ranges()
-                .into_iter()
-                .filter(|range| range.is_ipv4() == (family == Family::V4))
-                .collect(),
+            ranges: self.source_ranges(family).into_iter().collect(),
         }
     }
 
@@ -299,6 +295,7 @@ impl<'a> Asked<'a> {
         context: &Context<'_>,
         kind: Kind,
         endpoints: &Endpoints,
+        family: Family,
     ) -> Vec<(View, Scope, FrontendOptions)> {
         let drop_empty = endpoints.any();
         if kind == Kind::Cluster {
@@ -311,7 +308,7 @@ impl<'a> Asked<'a> {
             return vec![(view, Scope::All, options)];
         }
         let outward = FrontendOptions {
-            ranges: kind == Kind::Balancer && self.has_ranges(),
+            ranges: kind == Kind::Balancer && self.has_ranges(family),
             maglev: context.options.maglev,
             ..FrontendOptions::default()
         };
@@ -337,21 +334,27 @@ impl<'a> Asked<'a> {
         ]
     }
 
-    fn has_ranges(&self) -> bool {
-        !self.service.load_balancer_source_ranges.is_empty()
+    /// Ranges restrict the family that they are of: kube-proxy sorts them by family, and a family without any is open.
+    fn has_ranges(&self, family: Family) -> bool {
+        self.range_texts(family).next().is_some()
     }
 
-    /// The networks that may use balancer addresses. Ranges that cannot be read admit nobody; so does a family without
-    /// a range, when the other one has some.
-    fn source_ranges(&self) -> BTreeSet<IpNetwork> {
+    /// The networks of a family that may use balancer addresses. Ranges that cannot be read admit nobody.
+    fn source_ranges(&self, family: Family) -> BTreeSet<IpNetwork> {
         if self.service.r#type() != ServiceType::LoadBalancer {
             return BTreeSet::new();
         }
-        let texts = self.service.load_balancer_source_ranges.iter();
-        texts
-            .filter_map(|text| text.trim().parse::<IpNetwork>().ok())
+        self.range_texts(family)
+            .filter_map(|text| text.parse::<IpNetwork>().ok())
             .filter_map(|range| IpNetwork::new(range.network(), range.prefix()).ok())
             .collect()
+    }
+
+    fn range_texts(&self, family: Family) -> impl Iterator<Item = &str> {
+        let texts = self.service.load_balancer_source_ranges.iter();
+        texts
+            .map(|text| text.trim())
+            .filter(move |text| text.contains(':') == (family == Family::V6))
     }
 }
 

@@ -258,6 +258,28 @@ fn balancer_addresses_are_served_unless_they_are_a_proxys() {
 }
 
 #[test]
+fn source_ranges_restrict_the_family_that_they_are_of() {
+    let open = Vec::<&str>::new();
+    for (ranges, v4, v6) in [
+        (vec!["198.51.100.0/24"], vec!["ranges"], open.clone()),
+        (vec!["2001:db8::/32"], open.clone(), vec!["ranges"]),
+        (
+            vec!["198.51.100.0/24", "2001:db8::/32"],
+            vec!["ranges"],
+            vec!["ranges"],
+        ),
+        // What cannot be read is not taken for nothing.
+        (vec!["198.51.100.0/240"], vec!["ranges"], open.clone()),
+    ] {
+        let mut web = balancer("web", &[("203.0.113.10", false), ("2001:db8:5::10", false)]);
+        web.load_balancer_source_ranges = ranges.iter().map(|range| (*range).into()).collect();
+        let found = served(&compile(&state([web], [])).1);
+        assert_eq!(found["203.0.113.10:80/TCP"].0, v4, "{ranges:?}");
+        assert_eq!(found["[2001:db8:5::10]:80/TCP"].0, v6, "{ranges:?}");
+    }
+}
+
+#[test]
 fn a_balancer_address_that_is_a_nodes_is_not_the_services_as_a_whole() {
     let state = state([balancer("web", &[(world::NODE_IP, false)])], []);
     let (catalog, wanted) = compile(&state);

@@ -162,11 +162,11 @@ impl View {
         (outward && node_address && self.serves_node_ports(ip)).then_some(Class::NodePort)
     }
 
-    /// Whether a client may use the frontend (spec.loadBalancerSourceRanges).
+    /// Whether a client may use the frontend (spec.loadBalancerSourceRanges; each restricts its own family).
     pub(super) fn admits(frontend: &Frontend<'_>, client: IpAddr) -> bool {
         let ranges = &frontend.service["spec"]["loadBalancerSourceRanges"];
         frontend.class != Class::Balancer
-            || list(ranges).next().is_none()
+            || !list(ranges).any(|r| text(r).contains(':') == client.is_ipv6())
             || list(ranges).any(|r| cidr_holds(text(r).trim(), client))
     }
 
