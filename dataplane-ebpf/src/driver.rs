@@ -138,7 +138,11 @@ where
     if result != BPF_FIB_LKUP_RET_SUCCESS as i64 {
         return XDP_PASS;
     }
-    if lookup.ifindex != came_in_by && !has_driver_program(lookup.ifindex) {
+    if lookup.ifindex == came_in_by {
+        if !is_for(context, &lookup.smac) {
+            return XDP_PASS;
+        }
+    } else if !has_driver_program(lookup.ifindex) {
         return XDP_PASS;
     }
     if !rewrite(context, &packet, &decision, &lookup) {
@@ -183,6 +187,16 @@ fn read_ports<A: Frame>(context: &XdpContext, packet: &mut Packet<A>) -> bool {
     }
     packet.flags = WITH_PORTS;
     true
+}
+
+/// True for a frame to this machine: a switch that does not know where another one is sends its frames here too.
+#[inline(always)]
+fn is_for(context: &XdpContext, own: &[u8; 6]) -> bool {
+    let Some(ethernet) = header::<Ethernet>(context, 0) else {
+        return false;
+    };
+    // SAFETY: see `at_driver`.
+    unsafe { (*ethernet).destination == words(own) }
 }
 
 /// Writes addresses, ports, checksums and the Ethernet header. Bounds are looked at before anything is written.

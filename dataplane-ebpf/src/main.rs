@@ -80,6 +80,9 @@ pub fn to_pod_v6(context: TcContext) -> i32 {
 #[classifier]
 #[inline(always)]
 pub fn from_network(context: TcContext) -> i32 {
+    if packet::is_for_another_host(&context) {
+        return PASS;
+    }
     match packet::ether_type(&context) {
         IPV4 => run_from_network::<V4>(&context, tail::OPEN_V4),
         IPV6 => go_on(&context, tail::FROM_NETWORK_V6),

@@ -77,6 +77,15 @@ pub(crate) fn came_in_by(context: &TcContext) -> u32 {
     unsafe { (*context.skb.skb).ingress_ifindex }
 }
 
+/// True for a frame that a switch has sent to every port, since it did not know the machine that it is for.
+#[inline(always)]
+pub(crate) fn is_for_another_host(context: &TcContext) -> bool {
+    /// `PACKET_OTHERHOST` of linux/if_packet.h.
+    const OTHER_HOST: u32 = 3;
+    // SAFETY: the context is valid for the program's run.
+    unsafe { (*context.skb.skb).pkt_type == OTHER_HOST }
+}
+
 #[inline(always)]
 pub(crate) fn parse<A: Headers>(context: &TcContext) -> Parsed<A> {
     let mut parsed = A::read(context, ETHERNET_HEADER);

@@ -18,7 +18,8 @@ use weir_agent::kernel::{Limits, PodPrograms, Program};
 use weir_agent::netlink::Netlink;
 use weir_tests::prog::packet::{ACK, FIN, Packet, RST, SYN, TCP, UDP};
 use weir_tests::prog::world::{
-    NODE_V4, NODE_V6, PEER_MAC, PEER_V4, PEER_V6, POD_A, POD_B, POD_FAR, PROTOCOLS, World, unable,
+    NODE_V4, NODE_V6, PEER_MAC, PEER_V4, PEER_V6, POD_A, POD_B, POD_FAR, PROTOCOLS, UPLINK_MAC,
+    World, unable,
 };
 
 /// Verdicts of the programs.
@@ -103,9 +104,7 @@ fn each(test: impl Fn(&mut World, Family, u8) -> Result<()> + Copy + Send + Sync
 
 /// Runs a program once, and reads what comes out.
 fn run(world: &World, program: Program, packet: &Packet, ifindex: u32) -> Result<(i32, Packet)> {
-    let result = world
-        .kernel
-        .test_run(program, &packet.to_bytes(), ifindex, 1)?;
+    let result = world.test_run(program, &packet.to_bytes(), ifindex, 1)?;
     let output = Packet::from_bytes(&result.packet).context("the packet that came out")?;
     ensure!(output.payload == packet.payload, "the payload changed");
     Ok((result.verdict, output))
@@ -372,9 +371,7 @@ fn a_service_without_backends_and_an_address_without_a_service_refuse_by_name() 
         ensure!(world.counter("no_frontend")? == 2 && world.counter("refused")? == 3);
         if protocol == TCP {
             let reset = none.with_flags(RST);
-            let result = world
-                .kernel
-                .test_run(Program::FromPod, &reset.to_bytes(), a, 1)?;
+            let result = world.test_run(Program::FromPod, &reset.to_bytes(), a, 1)?;
             ensure!(result.verdict == DROP, "a reset is not answered");
         }
         Ok(())
@@ -384,7 +381,7 @@ fn a_service_without_backends_and_an_address_without_a_service_refuse_by_name() 
 /// The answer goes back out of the link: a reset for TCP, a port unreachable message that quotes a datagram.
 fn is_refused(world: &World, packet: &Packet, ifindex: u32) -> Result<()> {
     let sent = packet.to_bytes();
-    let result = world.kernel.test_run(Program::FromPod, &sent, ifindex, 1)?;
+    let result = world.test_run(Program::FromPod, &sent, ifindex, 1)?;
     ensure!(result.verdict == REDIRECT, "verdict {}", result.verdict);
     if packet.protocol == TCP {
         let answer = Packet::from_bytes(&result.packet)?;
@@ -584,7 +581,6 @@ fn costs_are_printed() {
         let mut service = Duration::ZERO;
         for _ in 0..ROUNDS {
             service += world
-                .kernel
                 .test_run(Program::FromPod, &request.to_bytes(), a, 1)?
                 .duration;
         }
@@ -594,9 +590,7 @@ fn costs_are_printed() {
             service / ROUNDS
         );
         let direct = Packet::new(protocol, &at(f.a, 40000), &at(f.b, 8080));
-        let result = world
-            .kernel
-            .test_run(Program::FromPod, &direct.to_bytes(), a, 200_000)?;
+        let result = world.test_run(Program::FromPod, &direct.to_bytes(), a, 200_000)?;
         println!(
             "from_pod {} protocol {protocol}, no service: {:?}",
             f.vip, result.duration
@@ -626,10 +620,25 @@ fn outside(world: &World, f: Family) -> Result<&'static str> {
     Ok(client)
 }
 
+/// A frame to the node.
+fn to_node(packet: &Packet) -> Vec<u8> {
+    let mut frame = packet.to_bytes();
+    frame[..6].copy_from_slice(&UPLINK_MAC);
+    frame
+}
+
+/// Where a frame has its time to live or hop limit.
+fn hops_at(f: Family) -> usize {
+    if f.vip.contains(':') { 21 } else { 22 }
+}
+
 /// Runs the drivers' program, and expects the frame to go on as it is.
 fn left_alone(world: &World, packet: &Packet, why: &str) -> Result<()> {
-    let frame = packet.to_bytes();
-    let result = world.kernel.test_run_driver(&frame, world.uplink, 1)?;
+    frame_left_alone(world, &to_node(packet), why)
+}
+
+fn frame_left_alone(world: &World, frame: &[u8], why: &str) -> Result<()> {
+    let result = world.kernel.test_run_driver(frame, world.uplink, 1)?;
     ensure!(
         result.verdict == XDP_PASS && result.packet == frame,
         "{why}: verdict {}",
@@ -642,7 +651,7 @@ fn left_alone(world: &World, packet: &Packet, why: &str) -> Result<()> {
 fn sent_on(world: &World, packet: &Packet) -> Result<Packet> {
     let result = world
         .kernel
-        .test_run_driver(&packet.to_bytes(), world.uplink, 1)?;
+        .test_run_driver(&to_node(packet), world.uplink, 1)?;
     ensure!(result.verdict == XDP_TX, "verdict {}", result.verdict);
     ensure!(
         result.packet[..6] == PEER_MAC,
@@ -712,12 +721,62 @@ fn drivers_leave_everything_else_to_the_ingress_hook() {
         }
         // Frames that are cut short.
         for length in [14, 33, 40] {
-            let mut frame = other.to_bytes();
+            let mut frame = to_node(&other);
             frame.truncate(length);
             let result = world.kernel.test_run_driver(&frame, world.uplink, 1)?;
             ensure!(result.verdict == XDP_PASS && result.packet == frame);
         }
         Ok(())
+    });
+}
+
+#[test]
+fn drivers_take_a_hop_and_leave_packets_without_one_to_the_stack() {
+    each(|world, f, protocol| {
+        let client = outside(world, f)?;
+        world.serve(f.vip, &[f.far])?;
+        let request = Packet::new(protocol, &at(client, 40_000), &at(f.vip, 80));
+        run(world, Program::FromNetwork, &request, world.uplink)?;
+        let frame = to_node(&request);
+        let result = world.kernel.test_run_driver(&frame, world.uplink, 1)?;
+        ensure!(result.verdict == XDP_TX, "verdict {}", result.verdict);
+        let (before, after) = (frame[hops_at(f)], result.packet[hops_at(f)]);
+        ensure!(after == before - 1, "{before} hops became {after}");
+        Packet::from_bytes(&result.packet).context("checksums of what came out")?;
+        for hops in [0, 1] {
+            let mut last = frame.clone();
+            last[hops_at(f)] = hops;
+            frame_left_alone(world, &last, "the stack tells its sender")?;
+        }
+        Ok(())
+    });
+}
+
+/// A switch that has forgotten where a machine is sends its frames to every port.
+#[test]
+fn frames_to_other_machines_are_left_alone() {
+    each(|world, f, protocol| {
+        let client = outside(world, f)?;
+        world.serve(f.vip, &[f.far])?;
+        let request = Packet::new(protocol, &at(client, 40_000), &at(f.vip, 80));
+        let mut frame = to_node(&request);
+        frame[5] ^= 1;
+        let passed = |frame: &[u8]| -> Result<()> {
+            let program = Program::FromNetwork;
+            let result = world.kernel.test_run(program, frame, world.uplink, 1)?;
+            ensure!(
+                result.verdict == PASS && result.packet == frame,
+                "verdict {}",
+                result.verdict
+            );
+            Ok(())
+        };
+        passed(&frame)?;
+        ensure!(world.counter("flow_created")? == 0);
+        // Nor is a flow of this node carried on for another.
+        run(world, Program::FromNetwork, &request, world.uplink)?;
+        passed(&frame)?;
+        frame_left_alone(world, &frame, "it is for another machine")
     });
 }
 

@@ -14,7 +14,7 @@ use weir_agent::netlink::Netlink;
 use weir_bench::report::{Machine, Report, Row, Unit, median};
 use weir_tests::prog::packet::{ACK, Packet, SYN, TCP};
 use weir_tests::prog::world::{
-    NODE_V4, NODE_V6, PEER_V4, PEER_V6, POD_A, POD_B, POD_FAR, World, unable,
+    NODE_V4, NODE_V6, PEER_V4, PEER_V6, POD_A, POD_B, POD_FAR, UPLINK_MAC, World, unable,
 };
 
 /// Runs every path again and again, one packet a run, the paths in turn.
@@ -159,14 +159,13 @@ impl Case {
         if self.opens {
             packet.source.set_port(FIRST_PORT + number);
         }
-        let bytes = packet.to_bytes();
+        let mut bytes = packet.to_bytes();
+        if matches!(self.what, What::Driver) {
+            bytes[..6].copy_from_slice(&UPLINK_MAC);
+        }
         let result = match self.what {
             What::Yardstick(which) => world.kernel.test_run_yardstick(which, &bytes, self.link)?,
-            What::Hook(program) => {
-                world
-                    .kernel
-                    .test_run(program, &bytes, self.link, self.repeat)?
-            }
+            What::Hook(program) => world.test_run(program, &bytes, self.link, self.repeat)?,
             What::Driver => world.kernel.test_run_driver(&bytes, self.link, 1)?,
         };
         ensure!(
@@ -241,15 +240,10 @@ fn open(
     link: u32,
     back: (Program, u32),
 ) -> Result<Packet> {
-    let first =
-        world
-            .kernel
-            .test_run(program, &packet.clone().with_flags(SYN).to_bytes(), link, 1)?;
+    let first = world.test_run(program, &packet.clone().with_flags(SYN).to_bytes(), link, 1)?;
     ensure!(first.verdict == REDIRECT, "verdict {}", first.verdict);
     let answer = Packet::from_bytes(&first.packet)?.answer();
-    world
-        .kernel
-        .test_run(back.0, &answer.to_bytes(), back.1, 1)?;
+    world.test_run(back.0, &answer.to_bytes(), back.1, 1)?;
     Ok(answer.with_flags(ACK))
 }
 

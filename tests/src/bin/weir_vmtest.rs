@@ -150,9 +150,7 @@ fn run(
     ifindex: u32,
     verdict: i32,
 ) -> Result<Packet> {
-    let result = world
-        .kernel
-        .test_run(program, &packet.to_bytes(), ifindex, 1)?;
+    let result = world.test_run(program, &packet.to_bytes(), ifindex, 1)?;
     ensure!(
         result.verdict == verdict,
         "{program}: verdict {}, expected {verdict}",

@@ -14,7 +14,9 @@ use nix::mount::{MsFlags, mount};
 use nix::sched::{CloneFlags, unshare};
 use weir_agent::compile::routes::Path as RoutePath;
 use weir_agent::compile::surroundings::{Choices, surroundings};
-use weir_agent::kernel::{HostLink, Kernel, Limits, NodeIdentity, PodLink, PodPrograms};
+use weir_agent::kernel::{
+    HostLink, Kernel, Limits, NodeIdentity, PodLink, PodPrograms, Program, TestRun,
+};
 use weir_agent::netlink::Netlink;
 use weir_agent::netlink::link::VethEnd;
 
@@ -26,6 +28,10 @@ pub const NODE_V6: &str = "2001:db8:2::11";
 pub const PEER_V4: &str = "192.0.2.12";
 pub const PEER_V6: &str = "2001:db8:2::12";
 pub const PEER_MAC: [u8; 6] = [2, 0, 0, 0, 9, 9];
+
+/// Of the uplink.
+pub const UPLINK_MAC: [u8; 6] = [2, 0, 0, 0, UPLINK_NUMBER, 1];
+const UPLINK_NUMBER: u8 = 3;
 
 /// Addresses of the pods `a` and `b` of this node.
 pub const POD_A: (&str, &str) = ("10.244.1.2", "fd00:244:1::2");
@@ -174,6 +180,21 @@ impl World {
         Ok(())
     }
 
+    /// Runs a program once or more on a packet that came in by a link. What comes from the network is for this node.
+    ///
+    /// # Errors
+    /// When the kernel cannot run it.
+    pub fn test_run(
+        &self,
+        program: Program,
+        packet: &[u8],
+        ifindex: u32,
+        repeat: u32,
+    ) -> Result<TestRun> {
+        let packet = received(program, packet);
+        Ok(self.kernel.test_run(program, &packet, ifindex, repeat)?)
+    }
+
     /// A counter by name.
     ///
     /// # Errors
@@ -183,6 +204,18 @@ impl World {
         let found = counters.iter().find(|counter| counter.name == name);
         Ok(found.with_context(|| format!("no counter {name}"))?.packets)
     }
+}
+
+/// A frame as the program's link receives it: what comes from the network is for this node.
+#[must_use]
+pub fn received(program: Program, frame: &[u8]) -> Vec<u8> {
+    let mut frame = frame.to_vec();
+    if program == Program::FromNetwork
+        && let Some(destination) = frame.first_chunk_mut()
+    {
+        *destination = UPLINK_MAC;
+    }
+    frame
 }
 
 fn name_of(address: &str) -> Name {
@@ -323,7 +356,7 @@ fn pod(netlink: &mut Netlink, name: &str, number: u8, addresses: (&str, &str)) -
 }
 
 fn uplink(netlink: &mut Netlink) -> Result<u32> {
-    let (uplink, _) = veth(netlink, "uplink", "wire", 3)?;
+    let (uplink, _) = veth(netlink, "uplink", "wire", UPLINK_NUMBER)?;
     for (own, peer, range) in [
         (NODE_V4, PEER_V4, "10.244.2.0/24"),
         (NODE_V6, PEER_V6, "fd00:244:2::/64"),

@@ -28,9 +28,7 @@ fn in_each_family(flows: u32, test: fn(&mut World, Family) -> Result<()>) {
 
 /// Runs a program; `None` when it dropped the packet.
 fn pass(world: &World, program: Program, packet: &Packet, link: u32) -> Result<Option<Packet>> {
-    let output = world
-        .kernel
-        .test_run(program, &packet.to_bytes(), link, 1)?;
+    let output = world.test_run(program, &packet.to_bytes(), link, 1)?;
     if output.verdict == DROP {
         return Ok(None);
     }
@@ -122,12 +120,8 @@ fn sixty_thousand_flows_to_one_destination_have_ports_of_their_own() {
         let started = Instant::now();
         for port in 1..=FLOWS {
             let open = Packet::new(TCP, &at(f.a, port), &at(f.vip, 80));
-            let run = world.kernel.test_run(
-                Program::FromPod,
-                &open.to_bytes(),
-                world.a.link.ifindex,
-                1,
-            )?;
+            let run =
+                world.test_run(Program::FromPod, &open.to_bytes(), world.a.link.ifindex, 1)?;
             let sent = Packet::from_bytes(&run.packet)?;
             ensure!(
                 run.verdict != DROP

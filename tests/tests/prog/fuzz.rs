@@ -15,7 +15,7 @@ use weir_agent::kernel::Program;
 use weir_tests::prog::frame::{self, Residue};
 use weir_tests::prog::packet::{Packet, TCP, UDP};
 use weir_tests::prog::policies::Policies;
-use weir_tests::prog::world::{NODE_V4, NODE_V6, PEER_V4, PEER_V6, World, unable};
+use weir_tests::prog::world::{NODE_V4, NODE_V6, PEER_V4, PEER_V6, World, received, unable};
 
 use super::{DROP, FAMILIES, Family, LIMITS, at};
 
@@ -191,14 +191,15 @@ fn judge(world: &World, policies: &mut Policies, arrival: &Arrival) -> Result<()
     }
     let came_in_by = u32::from(arrival.forwarded && arrival.hook == Program::ToPod);
     let link = links[arrival.link];
+    let frame = received(arrival.hook, &arrival.frame);
     let output = world
         .kernel
-        .test_run_forwarded(arrival.hook, &arrival.frame, came_in_by, link)?;
+        .test_run_forwarded(arrival.hook, &frame, came_in_by, link)?;
     if output.verdict == DROP {
         return Ok(());
     }
     let whole = frame::residue(&output.packet) == Residue::GOOD;
-    if whole && frame::is_answer(&arrival.frame, &output.packet) {
+    if whole && frame::is_answer(&frame, &output.packet) {
         return Ok(());
     }
     ensure!(

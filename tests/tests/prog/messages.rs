@@ -54,7 +54,7 @@ fn quote(f: Family, packet: &Packet, bytes: usize) -> Vec<u8> {
 
 /// Runs a program and gives the verdict and the IP packet that came out.
 fn pass(world: &World, program: Program, packet: &[u8], ifindex: u32) -> Result<(i32, Vec<u8>)> {
-    let result = world.kernel.test_run(program, &frame(packet), ifindex, 1)?;
+    let result = world.test_run(program, &frame(packet), ifindex, 1)?;
     let packet = match checked(&result.packet) {
         Ok(packet) => packet.to_vec(),
         Err(error) => anyhow::bail!("what {program} made of it: {error}: {:02x?}", result.packet),
@@ -325,10 +325,7 @@ fn clients_outside_and_processes_of_the_node_are_refused_too() {
         world.serve(f.vip, &[])?;
         let (client, _) = outside(f);
         let request = Packet::new(protocol, &at(client, 40000), &at(f.vip, 80));
-        let result =
-            world
-                .kernel
-                .test_run(Program::FromNetwork, &request.to_bytes(), world.uplink, 1)?;
+        let result = world.test_run(Program::FromNetwork, &request.to_bytes(), world.uplink, 1)?;
         ensure!(result.verdict == REDIRECT, "{}", result.verdict);
         let packet = checked(&result.packet)?;
         let source = if is_v6(f) {
@@ -355,7 +352,7 @@ fn refusals_by_message_are_limited_and_resets_are_not() {
         world.serve(f.vip, &[])?;
         let request = Packet::new(protocol, &at(f.a, 40000), &at(f.vip, 80));
         for _ in 0..FLOOD {
-            world.kernel.test_run(
+            world.test_run(
                 Program::FromPod,
                 &request.to_bytes(),
                 world.a.link.ifindex,
@@ -405,9 +402,7 @@ fn fragments_wait_for_their_first_and_then_follow_it() {
         ensure!(verdict == DROP && world.counter("early_fragment")? == 1);
 
         world.kernel.accept_fragments(world.uplink)?;
-        let result = world
-            .kernel
-            .test_run(Program::FromPod, &frame(&parts[2]), a, 1)?;
+        let result = world.test_run(Program::FromPod, &frame(&parts[2]), a, 1)?;
         ensure!(result.verdict == REDIRECT && world.counter("parked")? == 1);
         ensure!(result.packet[14..] == parts[2], "it waits as it came");
         let fragment = weir_agent::fragments::room::identify(&result.packet);
@@ -419,9 +414,7 @@ fn fragments_wait_for_their_first_and_then_follow_it() {
         let (verdict, first) = pass(world, Program::FromPod, &parts[0], a)?;
         ensure!(verdict == REDIRECT && world.kernel.first_has_passed(&fragment.datagram)?);
         // Back by the link to user space, in once more where it came in first.
-        let back = world
-            .kernel
-            .test_run(Program::FromPark, &result.packet, world.uplink, 1)?;
+        let back = world.test_run(Program::FromPark, &result.packet, world.uplink, 1)?;
         ensure!(back.verdict == REDIRECT);
         for index in [2, 1] {
             let (verdict, later) = pass(world, Program::FromPod, &parts[index], a)?;
@@ -474,14 +467,43 @@ fn sctp_keeps_its_checksum_over_a_change_of_ports() {
     });
 }
 
+/// The checksum covers more than any fragment has: none goes on, the first no more than the rest.
+#[test]
+fn sctp_fragments_that_would_need_other_ports_are_dropped_by_name() {
+    each(|world, f, protocol| {
+        if protocol != UDP {
+            return Ok(());
+        }
+        world.serve(f.vip, &[f.far])?;
+        let a = world.a.link.ifindex;
+        let whole = sctp((40000, 80), 0, &[0x77; 333], true);
+        let (first, rest) = whole.split_at(160);
+        let mut dropped = 0;
+        for (offset, part, more) in [(0, first, true), (160, rest, false)] {
+            let mut ip = Ip::new(f.a, f.vip, SCTP);
+            ip.fragment = Some((99, offset, more));
+            let (verdict, _) = pass(world, Program::FromPod, &ip.around(part), a)?;
+            dropped += 1;
+            ensure!(
+                verdict == DROP && world.counter("sctp_fragment")? == dropped,
+                "fragment at {offset}: {verdict}"
+            );
+        }
+        // Between pods nothing changes, and fragments pass.
+        let mut ip = Ip::new(f.a, f.b, SCTP);
+        ip.fragment = Some((98, 0, true));
+        let (verdict, _) = pass(world, Program::FromPod, &ip.around(first), a)?;
+        ensure!(verdict == REDIRECT && world.counter("sctp_fragment")? == dropped);
+        Ok(())
+    });
+}
+
 #[test]
 fn loopback_is_where_a_refusal_to_a_process_stays() {
     each(|world, f, protocol| {
         // No port of a service: what a process says to its own node is the stack's.
         let request = Packet::new(protocol, &at(f.node, 40000), &at(f.node, 80));
-        let result = world
-            .kernel
-            .test_run(Program::FromSelf, &request.to_bytes(), LOOPBACK, 1)?;
+        let result = world.test_run(Program::FromSelf, &request.to_bytes(), LOOPBACK, 1)?;
         ensure!(result.verdict == PASS && result.packet == request.to_bytes());
         Ok(())
     });
