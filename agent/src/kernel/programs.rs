@@ -14,6 +14,7 @@ use std::time::Duration;
 
 use aya::maps::ProgramArray;
 use aya::programs::{ProgramInfo, SchedClassifier, TestRun as _, TestRunOptions};
+use aya::util::KernelVersion;
 use aya::{Ebpf, EbpfLoader};
 use dataplane_common::layout::{
     ENDPOINT_NODE, ENDPOINT_PEER, Endpoint, Link, Node, Range, RangeKey,
@@ -194,6 +195,11 @@ impl fmt::Debug for Programs {
     }
 }
 
+/// `bpf_ktime_get_coarse_ns` came with Linux 5.11.
+fn has_coarse_clock() -> bool {
+    KernelVersion::current().is_ok_and(|version| version >= KernelVersion::new(5, 11, 0))
+}
+
 /// One eBPF instruction.
 const INSTRUCTION_BYTES: u32 = 8;
 
@@ -215,6 +221,8 @@ impl Programs {
         for (map, entries) in sizes(limits) {
             loader.map_max_entries(map, entries);
         }
+        let coarse_clock = u32::from(has_coarse_clock());
+        loader.override_global("COARSE_CLOCK", &coarse_clock, true);
         let mut ebpf = loader.load(OBJECT).map_err(|source| KernelError::Load {
             source: source.into(),
         })?;
