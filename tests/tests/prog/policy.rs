@@ -16,7 +16,8 @@ use weir_tests::prog::policies::{Policies, Rule};
 use weir_tests::prog::wire::{ICMP, ICMPV6, Ip, datagram, frame, message};
 use weir_tests::prog::world::World;
 
-use crate::{DROP, Family, PASS, REDIRECT, at, each, left_alone, outside, run, sent_on};
+use crate::drivers::{left_alone, outside, sent_on};
+use crate::{DROP, Family, PASS, REDIRECT, at, each, run};
 
 const SHUT_IN: u32 = POLICY_INGRESS | POLICY_INGRESS_CLOSED;
 const SHUT_OUT: u32 = POLICY_EGRESS | POLICY_EGRESS_CLOSED;
@@ -174,10 +175,7 @@ fn icmp(f: Family) -> u8 {
 }
 
 fn verdict_of(world: &World, program: Program, packet: &[u8], link: u32) -> Result<i32> {
-    Ok(world
-        .kernel
-        .test_run(program, &frame(packet), link, 1)?
-        .verdict)
+    Ok(world.test_run(program, &frame(packet), link, 1)?.verdict)
 }
 
 #[test]
@@ -304,9 +302,7 @@ fn events_are_few_when_drops_are_many() {
         let mut policies = Policies::open(&world.bpffs)?;
         policies.set_pod(a, POLICY, SHUT_OUT)?;
         let request = Packet::new(UDP, &at(f.a, 40_000), &at(f.far, 8080));
-        world
-            .kernel
-            .test_run(Program::FromPod, &request.to_bytes(), a, PACKETS)?;
+        world.test_run(Program::FromPod, &request.to_bytes(), a, PACKETS)?;
         ensure!(world.counter("policy_egress")? == u64::from(PACKETS));
         let events = policies.events();
         let told = u32::try_from(events.len())?;
@@ -353,7 +349,7 @@ fn costs_of_policies_are_printed() {
                 let open = Packet::new(TCP, &at(f.a, first), &at(f.far, 8080));
                 let cost = |packet: &Packet| -> Result<Duration> {
                     let bytes = packet.to_bytes();
-                    let run = world.kernel.test_run(Program::FromPod, &bytes, a, 1)?;
+                    let run = world.test_run(Program::FromPod, &bytes, a, 1)?;
                     ensure!(run.verdict == REDIRECT, "{rules} rules: {}", run.verdict);
                     Ok(run.duration)
                 };
