@@ -17,5 +17,7 @@ mod cni;
 mod feed;
 #[path = "node/overlay.rs"]
 mod overlay;
+#[path = "node/policy.rs"]
+mod policy;
 #[path = "node/support.rs"]
 mod support;

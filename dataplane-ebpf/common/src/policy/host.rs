@@ -1,7 +1,7 @@
 //! The tables of policies over ordinary collections, with the kernel's meaning of a longest prefix: for models, for
 //! explanations, for tests.
 
-use std::collections::{BTreeSet, HashMap};
+use std::collections::{BTreeMap, HashMap};
 
 use super::{PolicyRules, PolicyTables};
 use crate::address::{Family, Port};
@@ -14,7 +14,7 @@ use crate::layout::{
 pub struct RuleTable {
     rules: HashMap<PolicyRuleKey, PolicyRule>,
     /// Prefix lengths in use, with how many rules have each.
-    lengths: HashMap<u32, usize>,
+    lengths: BTreeMap<u32, usize>,
 }
 
 impl RuleTable {
@@ -53,12 +53,10 @@ impl RuleTable {
     /// The entry with the longest prefix that holds the key, and its own key.
     #[must_use]
     pub fn longest(&self, key: &PolicyRuleKey) -> Option<(&PolicyRuleKey, &PolicyRule)> {
-        let lengths: BTreeSet<u32> = self.lengths.keys().copied().collect();
-        lengths
-            .into_iter()
+        self.lengths
+            .range(..=key.prefix_bits)
             .rev()
-            .filter(|bits| *bits <= key.prefix_bits)
-            .find_map(|bits| self.rules.get_key_value(&masked(key, bits)))
+            .find_map(|(&bits, _)| self.rules.get_key_value(&masked(key, bits)))
     }
 }
 
@@ -140,12 +138,15 @@ impl Masked for crate::V6 {
 #[derive(Clone, Debug)]
 pub struct IdentityTable<A> {
     identities: HashMap<RangeKey<A>, u32>,
+    /// Prefix lengths in use, with how many ranges have each.
+    lengths: BTreeMap<u32, usize>,
 }
 
 impl<A> Default for IdentityTable<A> {
     fn default() -> Self {
         Self {
             identities: HashMap::new(),
+            lengths: BTreeMap::new(),
         }
     }
 }
@@ -153,19 +154,28 @@ impl<A> Default for IdentityTable<A> {
 impl<A: Masked> IdentityTable<A> {
     /// Adds or replaces. Bits behind the prefix do not count.
     pub fn insert(&mut self, key: RangeKey<A>, identity: u32) {
-        self.identities.insert(prefix(key), identity);
+        if self.identities.insert(prefix(key), identity).is_none() {
+            *self.lengths.entry(key.prefix_bits).or_default() += 1;
+        }
     }
 
     pub fn remove(&mut self, key: RangeKey<A>) {
-        self.identities.remove(&prefix(key));
+        if self.identities.remove(&prefix(key)).is_none() {
+            return;
+        }
+        if let Some(count) = self.lengths.get_mut(&key.prefix_bits) {
+            *count -= 1;
+        }
+        self.lengths.retain(|_, count| *count > 0);
     }
 
     /// The identity of the longest prefix that holds the address.
     #[must_use]
     pub fn of(&self, address: &A) -> u32 {
-        (0..=A::BITS)
+        self.lengths
+            .keys()
             .rev()
-            .find_map(|prefix_bits| {
+            .find_map(|&prefix_bits| {
                 self.identities.get(&RangeKey {
                     prefix_bits,
                     address: address.masked(prefix_bits),
