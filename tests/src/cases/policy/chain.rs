@@ -34,6 +34,10 @@ struct Node {
     v4: HostTables<V4>,
     v6: HostTables<V6>,
     generation: u32,
+    /// Addresses of all nodes.
+    peers: Vec<IpAddr>,
+    /// The tables have what was compiled last.
+    is_filled: bool,
     /// Names of pods that were attached, by link.
     links: BTreeMap<(String, String), u32>,
     runs: bool,
@@ -63,6 +67,8 @@ impl Node {
             v4: HostTables::default(),
             v6: HostTables::default(),
             generation: 0,
+            peers: Vec::new(),
+            is_filled: false,
             links: BTreeMap::new(),
             runs: false,
         }
@@ -76,11 +82,20 @@ impl Node {
         let input = Input::new(&self.state, &self.locals, &domains);
         self.compiler.update(&input, changes);
         self.generation += 1;
+        self.peers = peers.to_vec();
+        self.is_filled = false;
+    }
+
+    /// Fills the tables with what was compiled last, once somebody asks.
+    fn fill(&mut self) {
+        if std::mem::replace(&mut self.is_filled, true) {
+            return;
+        }
         let compiled = self.compiler.compiled();
         let hosts = Hosts {
             locals: &self.locals,
             own: &self.addresses,
-            peers,
+            peers: &self.peers,
         };
         self.v4 = tables(compiled, &hosts, self.generation, |ip| match ip {
             IpAddr::V4(a) => Some(V4::new(a.octets())),
@@ -312,6 +327,7 @@ impl Chain {
         let Some(node) = self.nodes.get_mut(node) else {
             return true;
         };
+        node.fill();
         let port = Port::new(packet.port);
         let protocol = packet.protocol.number(packet.source.is_ipv6());
         let outside = u8::from(outside);
