@@ -20,6 +20,7 @@ mod yardstick;
 
 use aya_ebpf::macros::classifier;
 use aya_ebpf::programs::TcContext;
+use dataplane_common::address::SCTP;
 use dataplane_common::fragment;
 use dataplane_common::overlay::tunnel_for;
 use dataplane_common::packet::{Action, Decision, FRAGMENT, Translation};
@@ -266,7 +267,28 @@ fn finish<A: Wire + Handed>(
     if decision.action == Action::Judge {
         return hand_on(context, parsed, hook, A::JUDGE);
     }
+    if decision.translation != Translation::None && parsed.packet.protocol == SCTP {
+        // The verifier walks the arithmetic of its checksum on every way that leads there: here there are many.
+        return act_elsewhere(context, parsed, decision, hook);
+    }
     act::carry_out(context, parsed, decision, hook == Hook::Own)
+}
+
+/// Has another program do what was decided.
+#[inline(always)]
+fn act_elsewhere<A: Wire + Handed>(
+    context: &TcContext,
+    parsed: &Parsed<A>,
+    decision: &Decision<A>,
+    hook: Hook,
+) -> i32 {
+    let Some(pending) = A::pending() else {
+        return drop_packet(DropReason::ProgramMissing);
+    };
+    pending.hook = hook as u32;
+    pending.parsed = *parsed;
+    pending.decision = *decision;
+    go_on(context, A::ACT)
 }
 
 /// Goes on in another program, which finds the packet's headers read.

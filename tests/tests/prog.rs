@@ -38,6 +38,7 @@ const LIMITS: Limits = Limits {
     frontends: 64,
     slots: 256,
     endpoints: 64,
+    maglev_blocks: 4_096,
 };
 
 /// The addresses of one family.

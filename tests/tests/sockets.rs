@@ -22,6 +22,7 @@ const LIMITS: Limits = Limits {
     frontends: 512,
     slots: 1_024,
     endpoints: 64,
+    maglev_blocks: 4_096,
 };
 /// How long to wait for what must not come.
 const QUIET: Duration = Duration::from_millis(300);

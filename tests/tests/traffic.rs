@@ -20,6 +20,7 @@ const LIMITS: Limits = Limits {
     frontends: 256,
     slots: 1_024,
     endpoints: 64,
+    maglev_blocks: 4_096,
 };
 /// Large enough for segmentation offload on every path.
 const LARGE: usize = 3 << 20;

@@ -207,8 +207,12 @@ fn prepare(config: &Arc<Config>) -> Result<(Arc<Kernel>, Base)> {
     if let Some(max) = config.flow_table.max_flows {
         limits.flows = max.0;
     }
+    let options = config.dataplane.service_options();
+    if options.maglev {
+        limits = limits.with_maglev();
+    }
     let kernel = Arc::new(Kernel::open(&config.bpffs, limits, identity)?);
-    kernel.set_service_options(config.dataplane.service_options());
+    kernel.set_service_options(options);
     let base = Base::ensure(Arc::clone(config), Arc::clone(&kernel))?;
     translate_sockets(config, &kernel)?;
     Ok((kernel, base))

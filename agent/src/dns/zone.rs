@@ -8,6 +8,7 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 use std::sync::Arc;
 
 use control_api::desired::{Changes, DesiredState, Name as ObjectName};
+use control_api::slice::{self, Slice};
 use control_api::v1::{self, Protocol, ServiceType};
 use hickory_proto::rr::Name;
 use ipnetwork::IpNetwork;
@@ -230,7 +231,7 @@ impl Zone {
         &mut self,
         name: &ObjectName,
         service: &v1::Service,
-        slices: impl Iterator<Item = &'a v1::EndpointSlice>,
+        slices: impl Iterator<Item = &'a Slice>,
     ) {
         let service = self.translate(service, slices);
         let owner = Arc::new(name.clone());
@@ -278,7 +279,7 @@ impl Zone {
     fn translate<'a>(
         &self,
         service: &v1::Service,
-        slices: impl Iterator<Item = &'a v1::EndpointSlice>,
+        slices: impl Iterator<Item = &'a Slice>,
     ) -> Service {
         if service.r#type() == ServiceType::ExternalName {
             let kind = Kind::External(service.external_name.clone());
@@ -302,7 +303,7 @@ impl Zone {
         Service { kind, endpoints }
     }
 
-    fn endpoints<'a>(&self, slices: impl Iterator<Item = &'a v1::EndpointSlice>) -> Endpoints {
+    fn endpoints<'a>(&self, slices: impl Iterator<Item = &'a Slice>) -> Endpoints {
         let mut found: BTreeMap<String, (Vec<IpAddr>, Arc<[Port]>)> = BTreeMap::new();
         for slice in slices {
             let ports: BTreeSet<Port> = slice
@@ -312,8 +313,8 @@ impl Zone {
                 .collect();
             let ports: Arc<[Port]> = ports.into_iter().collect();
             // publishNotReadyAddresses needs no case of its own: such endpoints are reported ready.
-            for endpoint in slice.endpoints.iter().filter(|e| e.ready) {
-                for address in parsed(&endpoint.addresses) {
+            for endpoint in slice.endpoints().filter(|endpoint| endpoint.ready()) {
+                for address in endpoint.addresses() {
                     let (addresses, all) = found
                         .entry(self.label(endpoint, address))
                         .or_insert_with(|| (Vec::new(), Arc::clone(&ports)));
@@ -333,12 +334,12 @@ impl Zone {
     }
 
     /// The label of an endpoint below its Service.
-    fn label(&self, endpoint: &v1::Endpoint, address: IpAddr) -> String {
-        if !endpoint.hostname.is_empty() {
-            return endpoint.hostname.to_ascii_lowercase();
+    fn label(&self, endpoint: slice::Endpoint<'_>, address: IpAddr) -> String {
+        if !endpoint.hostname().is_empty() {
+            return endpoint.hostname().to_ascii_lowercase();
         }
         if self.options.endpoint_pod_names
-            && let Some((_, pod)) = endpoint.target_pod.split_once('/')
+            && let Some((_, pod)) = endpoint.target_pod().split_once('/')
         {
             return pod.to_owned();
         }

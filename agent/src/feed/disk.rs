@@ -73,8 +73,8 @@ pub(super) fn encode(state: &DesiredState, to: &mut impl Write) -> std::io::Resu
         .chain(
             state
                 .endpoint_slices
-                .values()
-                .cloned()
+                .iter()
+                .map(|(name, slice)| slice.to_message(&name.namespace, &name.name))
                 .map(object::Kind::EndpointSlice),
         )
         .chain(

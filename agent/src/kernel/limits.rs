@@ -15,16 +15,34 @@ pub struct Limits {
     pub slots: u32,
     /// Pods of this node and addresses of all nodes, per address family.
     pub endpoints: u32,
+    /// Entries of Maglev tables, 256 for each service, per address family. Services beyond it choose at random.
+    pub maglev_blocks: u32,
 }
 
-/// Part of the memory that flow tables full in both families may take.
-const MEMORY_SHARE: u64 = 128;
+/// Part of the memory that flow tables full in both families may take. The buckets, a tenth of that, are there from the
+/// start: a larger share would cost nodes without traffic more than all the rest of the agent.
+const MEMORY_SHARE: u64 = 256;
 /// A flow with its reply entry in a table of each family: 232 and 328 bytes when there is one, and the buckets, 64
 /// bytes, which are there from the start (measured on Linux 6.18).
 const FLOW_PAIR_BYTES: u64 = 640;
 /// 65,536 connections, for 4 MiB of buckets: what a client of one address and one port may have.
 const LEAST_FLOWS: u32 = 1 << 16;
 const MOST_FLOWS: u32 = 1 << 20;
+
+/// As long as no service asks for Maglev tables.
+const WITHOUT_MAGLEV: u32 = 256;
+/// For a thousand services, where the operator chose Maglev tables.
+const WITH_MAGLEV: u32 = 262_144;
+
+/// A family in which the node has no address. Its tables take a megabyte and a half when they are empty; pods and services
+/// of the family work within them all the same.
+const WITHOUT_ADDRESS: Limits = Limits {
+    flows: 8_192,
+    frontends: 4_096,
+    slots: 16_384,
+    endpoints: u32::MAX,
+    maglev_blocks: WITHOUT_MAGLEV,
+};
 
 impl Default for Limits {
     fn default() -> Self {
@@ -33,6 +51,7 @@ impl Default for Limits {
             frontends: 65_536,
             slots: 262_144,
             endpoints: 16_384,
+            maglev_blocks: WITHOUT_MAGLEV,
         }
     }
 }
@@ -43,6 +62,27 @@ impl Limits {
         self.slots
             .div_ceil(SLOT_BLOCK)
             .saturating_add(self.frontends)
+    }
+
+    /// With room for Maglev tables.
+    #[must_use]
+    pub fn with_maglev(self) -> Self {
+        Self {
+            maglev_blocks: WITH_MAGLEV,
+            ..self
+        }
+    }
+
+    /// The limits of a family in which the node has no address.
+    pub(super) fn without_address(self) -> Self {
+        let least = WITHOUT_ADDRESS;
+        Self {
+            flows: self.flows.min(least.flows),
+            frontends: self.frontends.min(least.frontends),
+            slots: self.slots.min(least.slots),
+            endpoints: self.endpoints.min(least.endpoints),
+            maglev_blocks: self.maglev_blocks.min(least.maglev_blocks),
+        }
     }
 
     /// For a machine, or a cgroup, with so many bytes of memory. Tables of a power of two waste no bucket.
@@ -121,9 +161,10 @@ mod tests {
             (0, 1 << 16),
             (GIB, 1 << 16),
             (8 * GIB, 1 << 16),
-            (16 * GIB, 1 << 17),
-            (23 * GIB, 1 << 18),
-            (64 * GIB, 1 << 19),
+            (16 * GIB, 1 << 16),
+            (23 * GIB, 1 << 17),
+            (64 * GIB, 1 << 18),
+            (128 * GIB, 1 << 19),
             (1_024 * GIB, 1 << 20),
             (u64::MAX, 1 << 20),
         ] {

@@ -20,3 +20,21 @@ pub fn give_back_memory() {
         let _any = unsafe { libc::malloc_trim(0) };
     }
 }
+
+/// Lets go of a part of the program's file that is not needed any more. It comes back when it is read again.
+pub(super) fn give_back_file(bytes: &'static [u8]) {
+    /// The largest page of the machines we know: whole ones only.
+    const PAGE: usize = 65_536;
+    let start = (bytes.as_ptr() as usize).next_multiple_of(PAGE);
+    let end = (bytes.as_ptr() as usize + bytes.len()) / PAGE * PAGE;
+    if start < end {
+        // SAFETY: the pages lie within a constant, which nobody can have written: what is read again is the same.
+        let _kept = unsafe {
+            libc::madvise(
+                std::ptr::with_exposed_provenance_mut(start),
+                end - start,
+                libc::MADV_DONTNEED,
+            )
+        };
+    }
+}

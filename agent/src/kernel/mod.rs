@@ -306,7 +306,7 @@ impl Kernel {
     /// # Errors
     /// [`KernelError`] when the object is missing, bpffs cannot be written, or the kernel refuses a program.
     pub fn open(bpffs: &Path, limits: Limits, node: NodeIdentity) -> Result<Self, KernelError> {
-        let programs = Programs::load(bpffs, limits)?;
+        let programs = Programs::load(bpffs, limits, &node.addresses)?;
         let maps = programs.map_directory();
         let counter = |name| {
             CounterTable::open(maps, name).map_err(|source| KernelError::Map {
@@ -318,7 +318,7 @@ impl Kernel {
         let (drops, events) = (counter("drops")?, counter("events")?);
         let socket_events = counter("socket_events")?;
         programs.set_node_addresses(&node.addresses)?;
-        let services = Services::open(maps, node)?;
+        let services = Services::open(maps, node, programs.has_fresh_maps())?;
         let policies = PolicyTables::open(maps)?;
         let collector = Collector::open(maps)?;
         let parking = Parking::open(maps)?;

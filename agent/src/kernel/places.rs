@@ -21,15 +21,16 @@ impl Slots {
         self.0.name
     }
 
-    /// Fills places, all those of a block by one change of the map.
-    pub(super) fn put_all(&self, slots: &[(SlotKey, u32)]) -> io::Result<()> {
+    /// Fills places, all those of a block by one change of the map. `fresh` says that none is taken.
+    pub(super) fn put_all(&self, slots: &[(SlotKey, u32)], fresh: bool) -> io::Result<()> {
         let mut blocks: BTreeMap<SlotKey, SlotBlock> = BTreeMap::new();
         for (slot, id) in slots {
             let key = slot.block();
             let block = match blocks.get_mut(&key) {
                 Some(block) => block,
                 None => {
-                    let present = self.0.get(&key)?.unwrap_or_default();
+                    let present = if fresh { None } else { self.0.get(&key)? };
+                    let present = present.unwrap_or_default();
                     blocks.entry(key).or_insert(present)
                 }
             };

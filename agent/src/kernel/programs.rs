@@ -2,6 +2,7 @@
 
 mod attach;
 mod driver;
+mod load;
 mod pins;
 mod sockets;
 mod yardstick;
@@ -12,10 +13,9 @@ use std::net::IpAddr;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use aya::Ebpf;
 use aya::maps::ProgramArray;
 use aya::programs::{ProgramInfo, SchedClassifier, TestRun as _, TestRunOptions};
-use aya::util::KernelVersion;
-use aya::{Ebpf, EbpfLoader};
 use dataplane_common::layout::{
     ENDPOINT_NODE, ENDPOINT_PEER, Endpoint, Link, Node, Range, RangeKey,
 };
@@ -30,6 +30,7 @@ use crate::compile::services::Family;
 use crate::compile::surroundings::Surroundings;
 
 pub use driver::DriverError;
+use load::{Loaded, Sizes};
 use pins::Pins;
 pub(super) use pins::cleanup;
 use sockets::SocketMaps;
@@ -185,6 +186,8 @@ pub(super) struct Programs {
     drivers: Table<u32, u32>,
     ranges_v4: Table<RangeKey<V4>, Range>,
     ranges_v6: Table<RangeKey<V6>, Range>,
+    /// The service maps were made by this process.
+    fresh: bool,
 }
 
 impl fmt::Debug for Programs {
@@ -195,17 +198,17 @@ impl fmt::Debug for Programs {
     }
 }
 
-/// `bpf_ktime_get_coarse_ns` came with Linux 5.11.
-fn has_coarse_clock() -> bool {
-    KernelVersion::current().is_ok_and(|version| version >= KernelVersion::new(5, 11, 0))
-}
-
 /// One eBPF instruction.
 const INSTRUCTION_BYTES: u32 = 8;
 
 impl Programs {
     /// Loads the object with its maps pinned, and leads links that are pinned already to the new programs.
-    pub(super) fn load(bpffs: &Path, limits: Limits) -> Result<Self, KernelError> {
+    /// Families in which the node has no address get small maps.
+    pub(super) fn load(
+        bpffs: &Path,
+        limits: Limits,
+        addresses: &[IpAddr],
+    ) -> Result<Self, KernelError> {
         if OBJECT.is_empty() {
             return Err(KernelError::NoObject);
         }
@@ -216,25 +219,7 @@ impl Programs {
             nix::sys::resource::RLIM_INFINITY,
         );
         let pins = Pins::create(bpffs)?;
-        let mut loader = EbpfLoader::new();
-        loader.default_map_pin_directory(pins.maps());
-        for (map, entries) in sizes(limits) {
-            loader.map_max_entries(map, entries);
-        }
-        let coarse_clock = u32::from(has_coarse_clock());
-        loader.override_global("COARSE_CLOCK", &coarse_clock, true);
-        let mut ebpf = loader.load(OBJECT).map_err(|source| KernelError::Load {
-            source: source.into(),
-        })?;
-        for program in Program::ALL {
-            let loaded = classifier(&mut ebpf, program)
-                .and_then(|program| program.load())
-                .map_err(|source| KernelError::Program {
-                    program: program.name(),
-                    source: source.into(),
-                });
-            loaded?;
-        }
+        let Loaded { ebpf, fresh } = load::load(pins.maps(), &Sizes::new(limits, addresses))?;
         let maps = pins.maps();
         let mut programs = Self {
             links: open(maps, "links")?,
@@ -249,11 +234,17 @@ impl Programs {
             ranges_v6: open(maps, "ranges_v6")?,
             ebpf,
             pins,
+            fresh,
         };
         programs.set_tails()?;
         programs.pin_programs()?;
         programs.adopt_links();
         Ok(programs)
+    }
+
+    /// True when there was no service map before.
+    pub(super) fn has_fresh_maps(&self) -> bool {
+        self.fresh
     }
 
     pub(super) fn map_directory(&self) -> &Path {
@@ -428,35 +419,6 @@ fn size_of_program(info: &ProgramInfo) -> ProgramSize {
         loaded: info.size_translated().unwrap_or(0) / INSTRUCTION_BYTES,
         verified: info.verified_instruction_count(),
     }
-}
-
-fn sizes(limits: Limits) -> Vec<(&'static str, u32)> {
-    let family = |v4, v6, entries| [(v4, entries), (v6, entries)];
-    let mut sizes = vec![
-        ("links", limits.endpoints),
-        ("pod_policies", limits.endpoints),
-        // One more for the node itself.
-        ("socket_netns", limits.endpoints.saturating_add(1)),
-    ];
-    sizes.extend(family("endpoints_v4", "endpoints_v6", limits.endpoints));
-    sizes.extend(family("frontends_v4", "frontends_v6", limits.frontends));
-    sizes.extend(family("slots_v4", "slots_v6", limits.slot_blocks()));
-    sizes.extend(family("backends_v4", "backends_v6", limits.slots));
-    sizes.extend(family("states_v4", "states_v6", limits.slots));
-    sizes.extend(family("flows_v4", "flows_v6", limits.flows));
-    sizes.extend(family("replies_v4", "replies_v6", limits.flows));
-    sizes.extend(family("affinity_v4", "affinity_v6", limits.frontends));
-    // Sockets for which there is no room are left to the packet path.
-    let (connections, datagrams) = (limits.flows / 4, limits.flows / 16);
-    for (v4, v6, entries) in [
-        ("socket_conns_v4", "socket_conns_v6", connections),
-        ("socket_flows_v4", "socket_flows_v6", datagrams),
-        ("socket_origs_v4", "socket_origs_v6", datagrams),
-        ("socket_uses_v4", "socket_uses_v6", datagrams),
-    ] {
-        sizes.extend(family(v4, v6, entries));
-    }
-    sizes
 }
 
 fn classifier(

@@ -485,6 +485,24 @@ pub(super) fn open_pin(path: &Path) -> io::Result<OwnedFd> {
     Ok(unsafe { OwnedFd::from_raw_fd(fd) })
 }
 
+/// How many entries a pinned map may hold, and whether it holds any; arrays always do.
+pub(super) fn size_of_pin(path: &Path) -> io::Result<(u32, bool)> {
+    let fd = open_pin(path)?;
+    let mut key = [0u8; POSITION_BYTES];
+    let mut attr = ElementAttr {
+        map_fd: number(&fd),
+        value: key.as_mut_ptr() as u64,
+        ..ElementAttr::default()
+    };
+    // SAFETY: without a first key the walk starts; there is room for any key of our maps.
+    let holds = match unsafe { bpf(BPF_MAP_GET_NEXT_KEY, &mut attr) } {
+        Ok(_) => true,
+        Err(error) if error.raw_os_error() == Some(libc::ENOENT) => false,
+        Err(error) => return Err(error),
+    };
+    Ok((map_info(&fd)?.max_entries, holds))
+}
+
 /// Detaches a pinned link at once. Removing its pin alone leaves that to a later moment.
 pub(super) fn detach_link(path: &Path) -> io::Result<()> {
     #[repr(C)]

@@ -161,8 +161,8 @@ impl Observe {
             services: state.services.len(),
             endpoints: state
                 .endpoint_slices
-                .values()
-                .map(|s| s.endpoints.len())
+                .iter()
+                .map(|(_, slice)| slice.endpoints().count())
                 .sum(),
             nodes: state.nodes.len(),
             attached_pods: inner.attachments.get().map_or(0, |a| a.records().len()),
@@ -354,17 +354,14 @@ pub(super) fn service_report(
                 .iter()
                 .find(|p| p.name == port.name && p.protocol == port.protocol);
             let Some(target) = target else { continue };
-            for endpoint in &slice.endpoints {
-                if !endpoint.ready {
+            for endpoint in slice.endpoints() {
+                if !endpoint.ready() {
                     report.not_ready += 1;
                     continue;
                 }
-                report.backends.extend(endpoint.addresses.iter().map(
-                    |address| match address.parse() {
-                        Ok(ip) => std::net::SocketAddr::new(ip, wire_port(target.port)).to_string(),
-                        Err(_) => format!("{address}:{}", target.port),
-                    },
-                ));
+                report.backends.extend(endpoint.addresses().map(|address| {
+                    std::net::SocketAddr::new(address, wire_port(target.port)).to_string()
+                }));
             }
         }
         report

@@ -3,10 +3,11 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use crate::name_map::NameMap;
+use crate::slice::Slice;
 use crate::slices::Slices;
 use crate::v1::{
-    Announcement, ClusterConfig, Delta, EndpointSlice, KeyedData, Node, Object, ObjectKey,
-    ObjectKind, PodSpec, Policy, PolicyPeer, Service, Snapshot, object,
+    Announcement, ClusterConfig, Delta, KeyedData, Node, Object, ObjectKey, ObjectKind, PodSpec,
+    Policy, PolicyPeer, Service, Snapshot, object,
 };
 
 /// Namespace and name; the namespace is empty for cluster-scoped objects.
@@ -135,7 +136,7 @@ impl DesiredState {
     }
 
     /// Slices of one service, in the order of their names.
-    pub fn slices_of<'a>(&'a self, service: &'a Name) -> impl Iterator<Item = &'a EndpointSlice> {
+    pub fn slices_of<'a>(&'a self, service: &'a Name) -> impl Iterator<Item = &'a Slice> {
         self.endpoint_slices.of(service)
     }
 
@@ -159,11 +160,11 @@ impl DesiredState {
                 changes
                     .services
                     .insert(Name::new(&slice.namespace, &slice.service));
-                let before = self.endpoint_slices.insert(name, slice);
-                if let Some(before) = before {
+                let namespace = slice.namespace.clone();
+                if let Some(before) = self.endpoint_slices.insert(name, slice) {
                     changes
                         .services
-                        .insert(Name::new(&before.namespace, &before.service));
+                        .insert(Name::new(namespace, &*before.service));
                 }
             }
             Some(object::Kind::Pod(pod)) => {
@@ -222,7 +223,7 @@ impl DesiredState {
                 if let Some(slice) = self.endpoint_slices.remove(&name) {
                     changes
                         .services
-                        .insert(Name::new(&slice.namespace, &slice.service));
+                        .insert(Name::new(name.namespace, &*slice.service));
                 }
             }
             ObjectKind::Pod => {

@@ -4,6 +4,7 @@
 
 pub mod desired;
 pub mod name_map;
+pub mod slice;
 pub mod slices;
 
 /// Protocol buffers messages and services of `weir.node.v1`.

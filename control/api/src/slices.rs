@@ -4,14 +4,15 @@ use std::sync::Arc;
 
 use crate::desired::Name;
 use crate::name_map::NameMap;
+use crate::slice::Slice;
 use crate::v1::EndpointSlice;
 
 /// Cheap to copy, as [`NameMap`] is. What belongs to one service is found without looking at any other.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Slices {
-    slices: NameMap<Arc<EndpointSlice>>,
+    slices: NameMap<Arc<Slice>>,
     /// Names of slices, sorted, by service.
-    of_service: NameMap<Vec<String>>,
+    of_service: NameMap<Box<[Box<str>]>>,
 }
 
 impl Slices {
@@ -26,69 +27,71 @@ impl Slices {
     }
 
     #[must_use]
-    pub fn get(&self, name: &Name) -> Option<&EndpointSlice> {
+    pub fn get(&self, name: &Name) -> Option<&Slice> {
         self.slices.get(name).map(Arc::as_ref)
     }
 
     /// In the order of names.
-    pub fn values(&self) -> impl Iterator<Item = &EndpointSlice> {
-        self.slices.values().map(Arc::as_ref)
+    pub fn iter(&self) -> impl Iterator<Item = (&Name, &Slice)> {
+        self.slices.iter().map(|(name, slice)| (name, &**slice))
     }
 
     /// Slices of one service, in the order of their names.
-    pub fn of<'a>(&'a self, service: &'a Name) -> impl Iterator<Item = &'a EndpointSlice> {
+    pub fn of<'a>(&'a self, service: &'a Name) -> impl Iterator<Item = &'a Slice> {
         let names = self.of_service.get(service).into_iter().flatten();
-        names.filter_map(|name| self.get(&Name::new(&service.namespace, name)))
+        names.filter_map(|name| self.get(&Name::new(&service.namespace, &**name)))
     }
 
     /// Puts a slice in and returns the one that it replaces.
-    pub fn insert(&mut self, name: Name, slice: EndpointSlice) -> Option<Arc<EndpointSlice>> {
+    pub fn insert(&mut self, name: Name, slice: EndpointSlice) -> Option<Arc<Slice>> {
         let service = Name::new(&name.namespace, &slice.service);
         let own = name.name.clone();
-        let before = self.slices.insert(name, Arc::new(slice));
+        let before = self.slices.insert(name, Arc::new(Slice::from(slice)));
         if before
             .as_ref()
-            .is_some_and(|before| before.service == service.name)
+            .is_some_and(|before| *before.service == *service.name)
         {
             return before;
         }
         if let Some(before) = &before {
-            self.forget(&Name::new(&service.namespace, &before.service), &own);
+            self.forget(&Name::new(&service.namespace, &*before.service), &own);
         }
-        match self.of_service.get_mut(&service) {
-            Some(names) => {
-                if let Err(place) = names.binary_search(&own) {
-                    names.insert(place, own);
-                }
-            }
-            None => {
-                self.of_service.insert(service, vec![own]);
-            }
+        let mut names = self.names_of(&service);
+        if let Err(place) = names.binary_search_by(|name| (**name).cmp(&own)) {
+            names.insert(place, own.into());
+            self.of_service.insert(service, names.into());
         }
         before
     }
 
-    pub fn remove(&mut self, name: &Name) -> Option<Arc<EndpointSlice>> {
+    pub fn remove(&mut self, name: &Name) -> Option<Arc<Slice>> {
         let before = self.slices.remove(name)?;
-        self.forget(&Name::new(&name.namespace, &before.service), &name.name);
+        self.forget(&Name::new(&name.namespace, &*before.service), &name.name);
         Some(before)
     }
 
+    fn names_of(&self, service: &Name) -> Vec<Box<str>> {
+        self.of_service
+            .get(service)
+            .map(|names| names.to_vec())
+            .unwrap_or_default()
+    }
+
     fn forget(&mut self, service: &Name, slice: &str) {
-        let Some(names) = self.of_service.get_mut(service) else {
-            return;
-        };
-        names.retain(|name| name != slice);
+        let mut names = self.names_of(service);
+        names.retain(|name| **name != *slice);
         if names.is_empty() {
             self.of_service.remove(service);
+        } else {
+            self.of_service.insert(service.clone(), names.into());
         }
     }
 }
 
 impl std::ops::Index<&Name> for Slices {
-    type Output = EndpointSlice;
+    type Output = Slice;
 
-    fn index(&self, name: &Name) -> &EndpointSlice {
+    fn index(&self, name: &Name) -> &Slice {
         &self.slices[name]
     }
 }
@@ -109,10 +112,10 @@ mod tests {
 
     fn of(slices: &Slices, service: &str) -> Vec<String> {
         let service = Name::new("d", service);
-        slices
-            .of(&service)
-            .map(|slice| slice.name.clone())
-            .collect()
+        let names = slices.of_service.get(&service).into_iter().flatten();
+        let names: Vec<String> = names.map(|name| name.to_string()).collect();
+        assert_eq!(slices.of(&service).count(), names.len());
+        names
     }
 
     #[test]
@@ -124,7 +127,7 @@ mod tests {
         }
         assert_eq!(of(&slices, "web"), ["a", "b"]);
         let (name, moved) = slice("b", "db");
-        assert_eq!(slices.insert(name.clone(), moved).unwrap().service, "web");
+        assert_eq!(&*slices.insert(name.clone(), moved).unwrap().service, "web");
         assert_eq!(
             (of(&slices, "web"), of(&slices, "db")),
             (vec!["a".into()], vec!["b".into(), "c".into()])

@@ -332,7 +332,8 @@ fn translates_services_and_slices() {
     let headless = &state.services[&Name::new("d", "h")];
     assert!(headless.headless && headless.foreign_proxy && !service.foreign_proxy);
     let slice = &state.endpoint_slices[&Name::new("d", "s-1")];
-    assert!(slice.endpoints[0].ready && slice.endpoints[0].serving);
-    assert_eq!(slice.endpoints[0].target_pod, "d/p");
-    assert!(!slice.endpoints[1].ready && !slice.endpoints[1].serving);
+    let endpoints: Vec<_> = slice.endpoints().collect();
+    assert!(endpoints[0].ready() && endpoints[0].serving());
+    assert_eq!(endpoints[0].target_pod(), "d/p");
+    assert!(!endpoints[1].ready() && !endpoints[1].serving());
 }

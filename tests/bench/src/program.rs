@@ -61,6 +61,7 @@ pub(crate) struct Options {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Figure {
     ColdStart,
+    ColdStartCpu,
     ChangeP50,
     ChangeP99,
     Resident,
@@ -69,8 +70,9 @@ enum Figure {
 }
 
 impl Figure {
-    const ALL: [Self; 6] = [
+    const ALL: [Self; 7] = [
         Self::ColdStart,
+        Self::ColdStartCpu,
         Self::ChangeP50,
         Self::ChangeP99,
         Self::Resident,
@@ -81,6 +83,7 @@ impl Figure {
     fn name(self) -> &'static str {
         match self {
             Self::ColdStart => "cold_start",
+            Self::ColdStartCpu => "cold_start_cpu",
             Self::ChangeP50 => "one_change/p50",
             Self::ChangeP99 => "one_change/p99",
             Self::Resident => "resident",
@@ -91,7 +94,9 @@ impl Figure {
 
     fn unit(self) -> Unit {
         match self {
-            Self::ColdStart | Self::ChangeP50 | Self::ChangeP99 => Unit::Seconds,
+            Self::ColdStart | Self::ColdStartCpu | Self::ChangeP50 | Self::ChangeP99 => {
+                Unit::Seconds
+            }
             Self::Resident | Self::Maps | Self::Memory => Unit::Bytes,
         }
     }
@@ -169,6 +174,7 @@ fn weir_round(
     let done = feed
         .applied(&[NODE], 1, PATIENCE)
         .with_context(|| agent.log())?;
+    let cpu = cpu_seconds(agent.pid())?;
     let mut add = |figure, value| {
         samples
             .entry((fleet.services.len(), figure, WEIR))
@@ -176,6 +182,7 @@ fn weir_round(
             .push(value);
     };
     add(Figure::ColdStart, (done - started).as_secs_f64());
+    add(Figure::ColdStartCpu, cpu);
     std::thread::sleep(SETTLE);
     let changes = changes(options, &feed, fleet)?;
     add(Figure::ChangeP50, quantile(&changes, 0.5).unwrap_or(0.0));
@@ -252,6 +259,22 @@ fn rules_round(
     add(Figure::ChangeP50, quantile(&taken, 0.5).unwrap_or(0.0));
     add(Figure::ChangeP99, quantile(&taken, 0.99).unwrap_or(0.0));
     Ok(())
+}
+
+/// Processor time that a process has used, in itself and in the kernel: what other work on the machine changes least.
+fn cpu_seconds(pid: u32) -> Result<f64> {
+    /// Places of utime and stime after the program's name, which may hold blanks (proc(5)).
+    const TIMES: std::ops::RangeInclusive<usize> = 11..=12;
+    let text = std::fs::read_to_string(format!("/proc/{pid}/stat"))?;
+    let (_, fields) = text.rsplit_once(')').context("a program name in stat")?;
+    let fields: Vec<&str> = fields.split_whitespace().collect();
+    let times = fields.get(TIMES).context("processor times in stat")?;
+    let ticks: f64 = times
+        .iter()
+        .filter_map(|time| time.parse::<f64>().ok())
+        .sum();
+    let per_second = nix::unistd::sysconf(nix::unistd::SysconfVar::CLK_TCK)?.unwrap_or(100);
+    Ok(ticks / per_second as f64)
 }
 
 /// What an agent holds.

@@ -38,6 +38,7 @@ const LIMITS: Limits = Limits {
     frontends: 64,
     slots: 256,
     endpoints: 64,
+    maglev_blocks: 4_096,
 };
 /// Runs of a path that is measured in a loop.
 const LOOP: u32 = 200;

@@ -23,6 +23,7 @@ const LIMITS: Limits = Limits {
     frontends: 256,
     slots: 1_024,
     endpoints: 64,
+    maglev_blocks: 4_096,
 };
 
 /// Verdicts of the programs.

@@ -26,6 +26,52 @@ fn in_each_family(flows: u32, test: fn(&mut World, Family) -> Result<()>) {
     }
 }
 
+/// How many entries a map may hold.
+fn size(world: &World, map: &str) -> Result<u32> {
+    let maps = format!("weir/v{}/maps", dataplane_common::ABI_VERSION);
+    let pin = world.bpffs.join(maps).join(map);
+    Ok(aya::maps::MapInfo::from_pin(pin)?.max_entries())
+}
+
+#[test]
+fn tables_follow_a_larger_limit_unless_they_are_in_use() {
+    in_each_family(1_024, |world, f| {
+        let (used, unused) = if f.vip.contains(':') {
+            ("v6", "v4")
+        } else {
+            ("v4", "v6")
+        };
+        world.serve(f.vip, &[f.far])?;
+        let a = world.a.link.ifindex;
+        let request = Packet::new(TCP, &at(f.a, 40_000), &at(f.vip, 80)).with_flags(SYN);
+        let sent = pass(world, Program::FromPod, &request, a)?.context("let through")?;
+        world.restart(Limits {
+            flows: 4_096,
+            slots: 1_024,
+            ..LIMITS
+        })?;
+        world.apply()?;
+        for (map, before, after) in [
+            ("flows", 1_024, 4_096),
+            ("replies", 1_024, 4_096),
+            ("backends", LIMITS.slots, 1_024),
+            ("states", LIMITS.slots, 1_024),
+        ] {
+            ensure!(
+                size(world, &format!("{map}_{used}"))? == before,
+                "{map} is in use"
+            );
+            ensure!(
+                size(world, &format!("{map}_{unused}"))? == after,
+                "{map} is empty"
+            );
+        }
+        let again = pass(world, Program::FromPod, &request, a)?.context("let through")?;
+        ensure!(again.destination == sent.destination && world.counter("flow_created")? == 1);
+        Ok(())
+    });
+}
+
 /// Runs a program; `None` when it dropped the packet.
 fn pass(world: &World, program: Program, packet: &Packet, link: u32) -> Result<Option<Packet>> {
     let output = world.test_run(program, &packet.to_bytes(), link, 1)?;

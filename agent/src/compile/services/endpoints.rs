@@ -9,7 +9,8 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::IpAddr;
 
-use control_api::v1::{AddressFamily, Endpoint, EndpointSlice, ServicePort};
+use control_api::slice::{Endpoint, Slice};
+use control_api::v1::{AddressFamily, ServicePort};
 
 use super::{Family, View, WantedBackend, unusable};
 
@@ -61,7 +62,7 @@ pub(super) struct Endpoints {
 
 impl Endpoints {
     pub(super) fn gather<'a>(
-        slices: impl Iterator<Item = &'a EndpointSlice>,
+        slices: impl Iterator<Item = &'a Slice>,
         port: &ServicePort,
         family: Family,
         place: Place<'_>,
@@ -72,8 +73,8 @@ impl Endpoints {
             let Some(target_port) = slice_port(slice, port) else {
                 continue;
             };
-            for endpoint in &slice.endpoints {
-                let Some(address) = address(endpoint, family) else {
+            for endpoint in slice.endpoints() {
+                let Some(address) = endpoint.address().filter(|a| Family::of(*a) == family) else {
                     continue;
                 };
                 if let Some(why) = unusable(address) {
@@ -138,15 +139,15 @@ impl Endpoints {
 }
 
 impl Condition {
-    fn add(&mut self, endpoint: &Endpoint, place: Place<'_>) {
-        self.ready |= endpoint.ready;
-        self.serving_terminating |= endpoint.serving && endpoint.terminating;
-        self.local |= endpoint.node_name == place.node && !place.node.is_empty();
-        self.has_node_hints |= !endpoint.hint_nodes.is_empty();
-        self.hints_this_node |= endpoint.hint_nodes.iter().any(|hint| hint == place.node);
-        self.has_zone_hints |= !endpoint.hint_zones.is_empty();
+    fn add(&mut self, endpoint: Endpoint<'_>, place: Place<'_>) {
+        self.ready |= endpoint.ready();
+        self.serving_terminating |= endpoint.serving() && endpoint.terminating();
+        self.local |= endpoint.node_name() == place.node && !place.node.is_empty();
+        self.has_node_hints |= endpoint.hint_nodes().next().is_some();
+        self.hints_this_node |= endpoint.hint_nodes().any(|hint| hint == place.node);
+        self.has_zone_hints |= endpoint.hint_zones().next().is_some();
         self.hints_this_zone |=
-            !place.zone.is_empty() && endpoint.hint_zones.iter().any(|hint| hint == place.zone);
+            !place.zone.is_empty() && endpoint.hint_zones().any(|hint| hint == place.zone);
     }
 }
 
@@ -172,17 +173,16 @@ fn topology<'a>(conditions: impl Iterator<Item = &'a Condition> + Clone) -> Topo
 /// How many ready endpoints of a Service are on this node, over all its ports: what health checks of balancers are
 /// told. In a dual-stack Service an endpoint has an address per family, and the family with more counts.
 #[must_use]
-pub fn local_ready<'a>(slices: impl Iterator<Item = &'a EndpointSlice>, node: &str) -> usize {
-    let mut addresses: BTreeMap<i32, BTreeSet<&str>> = BTreeMap::new();
+pub fn local_ready<'a>(slices: impl Iterator<Item = &'a Slice>, node: &str) -> usize {
+    let mut addresses: BTreeMap<AddressFamily, BTreeSet<IpAddr>> = BTreeMap::new();
     for slice in slices {
         let ready = slice
-            .endpoints
-            .iter()
-            .filter(|endpoint| endpoint.ready && endpoint.node_name == node);
+            .endpoints()
+            .filter(|endpoint| endpoint.ready() && endpoint.node_name() == node);
         addresses
-            .entry(slice.family)
+            .entry(slice.family())
             .or_default()
-            .extend(ready.filter_map(|endpoint| endpoint.addresses.first().map(String::as_str)));
+            .extend(ready.filter_map(Endpoint::address));
     }
     addresses
         .values()
@@ -191,7 +191,7 @@ pub fn local_ready<'a>(slices: impl Iterator<Item = &'a EndpointSlice>, node: &s
         .unwrap_or_default()
 }
 
-fn is_of(slice: &EndpointSlice, family: Family) -> bool {
+fn is_of(slice: &Slice, family: Family) -> bool {
     match family {
         Family::V4 => slice.family() == AddressFamily::Ipv4,
         Family::V6 => slice.family() == AddressFamily::Ipv6,
@@ -199,16 +199,10 @@ fn is_of(slice: &EndpointSlice, family: Family) -> bool {
 }
 
 /// The slice's port with the name of the service's port. A slice without it does not serve that port.
-fn slice_port(slice: &EndpointSlice, port: &ServicePort) -> Option<u16> {
+fn slice_port(slice: &Slice, port: &ServicePort) -> Option<u16> {
     let found = slice
         .ports
         .iter()
         .find(|candidate| candidate.name == port.name && candidate.protocol() == port.protocol())?;
     u16::try_from(found.port).ok().filter(|number| *number != 0)
-}
-
-/// The first address: all of an endpoint's addresses are of one host, and consumers use one (discovery/v1).
-fn address(endpoint: &Endpoint, family: Family) -> Option<IpAddr> {
-    let address: IpAddr = endpoint.addresses.first()?.parse().ok()?;
-    (Family::of(address) == family).then_some(address)
 }

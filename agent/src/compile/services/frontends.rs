@@ -199,7 +199,7 @@ impl<'a> Asked<'a> {
     pub(super) fn compile<'h>(
         mut self,
         context: &Context<'_>,
-        slices: &[&control_api::v1::EndpointSlice],
+        slices: &[&control_api::slice::Slice],
         holder: impl Fn(&Frontend) -> Option<&'h Name>,
     ) -> Compiled {
         let mut compiled = Compiled::default();
@@ -234,7 +234,7 @@ impl<'a> Asked<'a> {
         context: &Context<'_>,
         family: Family,
         frontends: &[Entry<'_>],
-        slices: &[&control_api::v1::EndpointSlice],
+        slices: &[&control_api::slice::Slice],
         compiled: &mut Compiled,
     ) {
         let Some((_, _, port)) = frontends.first() else {

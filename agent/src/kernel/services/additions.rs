@@ -90,8 +90,14 @@ where
     Backend<A>: Plain,
     SourceRangeKey<A>: Plain,
 {
-    /// Carries out the family's part of operations that add something in the same step.
-    pub(super) fn add(&self, family: Family, step: &[Operation]) -> Result<(), KernelError> {
+    /// Carries out the family's part of operations that add something in the same step. `fresh` says that there is
+    /// nothing in the maps.
+    pub(super) fn add(
+        &self,
+        family: Family,
+        step: &[Operation],
+        fresh: bool,
+    ) -> Result<(), KernelError> {
         let own = step.iter().filter(|operation| operation.family() == family);
         let all = Additions::<A>::of(own);
         let (ids, backends) = &all.backends;
@@ -99,10 +105,10 @@ where
         self.backends
             .put_all(ids, backends)
             .map_err(failed("change", self.backends.name()))?;
-        self.activate(&all.active)
+        self.activate(&all.active, fresh)
             .map_err(failed("change", self.states.name))?;
         self.slots
-            .put_all(&all.slots)
+            .put_all(&all.slots, fresh)
             .map_err(failed("change", self.slots.name()))?;
         self.frontends
             .put_all(keys, frontends)
@@ -113,10 +119,10 @@ where
     }
 
     /// Lets these backends be used.
-    fn activate(&self, ids: &[u32]) -> io::Result<()> {
+    fn activate(&self, ids: &[u32], fresh: bool) -> io::Result<()> {
         // Beyond so many it is cheaper to read all words at once.
         const MANY: usize = 8_192;
-        let all = if ids.len() >= MANY {
+        let all = if ids.len() >= MANY && !fresh {
             self.states.entries()?
         } else {
             Vec::new()
@@ -126,6 +132,7 @@ where
             let read = usize::try_from(*id).ok().and_then(|at| all.get(at));
             let word = match read.filter(|(own, _)| own == id) {
                 Some((_, word)) => *word,
+                None if fresh => 0,
                 None => self.states.get(id)?.unwrap_or(0),
             };
             words.push(backend_state::with_kind(word, backend_state::ACTIVE));

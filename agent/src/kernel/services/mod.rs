@@ -17,7 +17,7 @@ use crate::compile::node_addresses::{self, NodeAddresses};
 use crate::compile::services::{
     Catalog, Family, HostPort, NodeIdentity, Refusal, ServiceOptions, Wanted,
 };
-use crate::plan::services::{Operation, Planner, Present, Room};
+use crate::plan::services::{Operation, Planner, Present};
 use tables::FamilyTables;
 
 /// More of what is asked for and not served is counted, not listed.
@@ -63,6 +63,8 @@ pub(super) struct Services {
     catalog: Catalog,
     /// None until the maps were read, and after a plan broke off.
     planner: Option<Planner>,
+    /// Nothing was written to the maps since they were made.
+    fresh: bool,
     /// Services that did not fit, since they were last planned.
     refused: BTreeMap<String, String>,
     /// Refusals that were logged already.
@@ -70,7 +72,8 @@ pub(super) struct Services {
 }
 
 impl Services {
-    pub(super) fn open(maps: &Path, node: NodeIdentity) -> Result<Self, KernelError> {
+    /// `fresh` says that the maps were made just now: there is nothing in them.
+    pub(super) fn open(maps: &Path, node: NodeIdentity, fresh: bool) -> Result<Self, KernelError> {
         let addresses = NodeAddresses::new(&node_addresses::Input {
             node_name: &node.name,
             configured: &node.addresses,
@@ -83,6 +86,7 @@ impl Services {
             v6: FamilyTables::open(maps, &tables::NAMES_V6)?,
             catalog: Catalog::new(node, ServiceOptions::default(), addresses),
             planner: None,
+            fresh,
             refused: BTreeMap::new(),
             told: BTreeSet::new(),
         })
@@ -176,9 +180,10 @@ impl Services {
         if *wanted == Wanted::default() {
             return Ok(0);
         }
+        let fresh = std::mem::take(&mut self.fresh);
         let mut planner = match self.planner.take() {
             Some(planner) => planner,
-            None => self.read_planner()?,
+            None => self.read_planner(fresh)?,
         };
         let plan = planner.plan(wanted);
         if wanted.everything {
@@ -186,28 +191,25 @@ impl Services {
         }
         self.refused.extend(plan.refused);
         // The planner is dropped on the way out: the next apply starts from the maps.
-        self.carry_out(&plan.operations)?;
+        self.carry_out(&plan.operations, fresh)?;
         self.planner = Some(planner);
         Ok(plan.operations.len())
     }
 
-    fn read_planner(&self) -> Result<Planner, KernelError> {
+    /// `fresh` as in [`Self::carry_out`].
+    fn read_planner(&self, fresh: bool) -> Result<Planner, KernelError> {
         let mut present = Present::default();
-        self.v4.read(Family::V4, &mut present)?;
-        self.v6.read(Family::V6, &mut present)?;
-        let (v4, v6) = (self.v4.room(), self.v6.room());
-        let room = Room {
-            frontends: v4.frontends.min(v6.frontends),
-            backends: v4.backends.min(v6.backends),
-            sources: v4.sources.min(v6.sources),
-            blocks: v4.blocks.min(v6.blocks),
-        };
-        Ok(Planner::new(present, room, MAGLEV_SIZE))
+        if !fresh {
+            self.v4.read(Family::V4, &mut present)?;
+            self.v6.read(Family::V6, &mut present)?;
+        }
+        let room = [(Family::V4, self.v4.room()), (Family::V6, self.v6.room())];
+        Ok(Planner::new(present, room.into(), MAGLEV_SIZE))
     }
 
     /// Carries operations out in their order. Additions of one step go into the maps together: nobody looks at any of
-    /// them before the step that follows.
-    fn carry_out(&self, operations: &[Operation]) -> Result<(), KernelError> {
+    /// them before the step that follows. `fresh` says that there is nothing in the maps.
+    fn carry_out(&self, operations: &[Operation], fresh: bool) -> Result<(), KernelError> {
         for step in operations.chunk_by(Operation::adds_with) {
             match step {
                 [one] if !one.adds_with(one) => match one.family() {
@@ -215,8 +217,8 @@ impl Services {
                     Family::V6 => self.v6.carry_out(one)?,
                 },
                 _ => {
-                    self.v4.add(Family::V4, step)?;
-                    self.v6.add(Family::V6, step)?;
+                    self.v4.add(Family::V4, step, fresh)?;
+                    self.v6.add(Family::V6, step, fresh)?;
                 }
             }
         }

@@ -73,7 +73,7 @@ impl Planner {
         if found < usable {
             let why = format!(
                 "the table of backends is full ({}): {found} of {usable} endpoints are used",
-                self.room.backends
+                self.room(family).backends
             );
             steps.refused.push((name(key, wanted), why));
         }
@@ -251,12 +251,12 @@ impl Planner {
             return false;
         }
         let blocks = u32::try_from(size.div_ceil(BLOCK_SLOTS)).unwrap_or(u32::MAX);
+        let room = self.room(family).blocks;
         let counts = self.counts.entry(family).or_default();
         let more = (blocks.saturating_sub(group.blocks)) as usize;
-        if counts.blocks + more > self.room.blocks {
+        if counts.blocks + more > room {
             let why = format!(
-                "the Maglev tables are full ({} entries): backends are chosen at random",
-                self.room.blocks
+                "the Maglev tables are full ({room} entries): backends are chosen at random",
             );
             steps.refused.push((name(key, wanted), why));
             self.drop_table(family, service_id, group, steps);
@@ -334,10 +334,11 @@ impl Planner {
     ) -> bool {
         let family = key.family;
         let networks: BTreeSet<IpNetwork> = wanted.ranges.iter().copied().collect();
+        let room = self.room(family).sources;
         let counts = self.counts.entry(family).or_default();
         let new: Vec<IpNetwork> = networks.difference(&group.sources).copied().collect();
-        if counts.sources + new.len() > self.room.sources {
-            let why = format!("the table of source ranges is full ({})", self.room.sources);
+        if counts.sources + new.len() > room {
+            let why = format!("the table of source ranges is full ({room})");
             steps.refused.push((name(key, wanted), why));
             return false;
         }

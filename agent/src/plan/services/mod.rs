@@ -37,7 +37,7 @@ pub struct Planner {
     service_ids: BTreeMap<Family, Ids>,
     backend_ids: BTreeMap<Family, Ids>,
     counts: BTreeMap<Family, Counts>,
-    room: Room,
+    room: BTreeMap<Family, Room>,
     maglev_size: u32,
     /// What was found in the maps and belongs to nothing.
     strays: Vec<Operation>,
@@ -54,7 +54,7 @@ struct Counts {
 impl Planner {
     /// Starts from what the maps hold. `maglev_size` is the number of slots of a Maglev table.
     #[must_use]
-    pub fn new(present: Present, room: Room, maglev_size: u32) -> Self {
+    pub fn new(present: Present, room: BTreeMap<Family, Room>, maglev_size: u32) -> Self {
         let mut planner = Self {
             services: BTreeMap::new(),
             groups: BTreeMap::new(),
@@ -135,11 +135,16 @@ impl Planner {
         }
         for family in Family::ALL {
             let (services, backends) = used.remove(&family).unwrap_or_default();
+            let room = self.room(family);
             self.service_ids
-                .insert(family, Ids::new(&services, service_limit(&self.room)));
+                .insert(family, Ids::new(&services, service_limit(&room)));
             self.backend_ids
-                .insert(family, Ids::new(&backends, self.room.backends));
+                .insert(family, Ids::new(&backends, room.backends));
         }
+    }
+
+    fn room(&self, family: Family) -> Room {
+        self.room.get(&family).copied().unwrap_or_default()
     }
 
     /// How many frontends, addresses as a whole aside, and usable endpoints the maps hold once the plans are carried
@@ -259,13 +264,12 @@ impl Planner {
         entry: FrontendEntry,
         steps: &mut Steps,
     ) -> Result<(), String> {
-        let counts = self.counts.entry(Family::of(frontend.address)).or_default();
+        let family = Family::of(frontend.address);
+        let room = self.room(family).frontends;
+        let counts = self.counts.entry(family).or_default();
         let before = self.frontends.get(&frontend);
-        if before.is_none() && counts.frontends >= self.room.frontends {
-            return Err(format!(
-                "the table of frontends is full ({})",
-                self.room.frontends
-            ));
+        if before.is_none() && counts.frontends >= room {
+            return Err(format!("the table of frontends is full ({room})"));
         }
         steps.touch(frontend, before);
         if self.frontends.insert(frontend, entry).is_none() {

@@ -50,8 +50,8 @@ pub struct Present {
     pub blocks: BTreeSet<(Family, u32, u32)>,
 }
 
-/// How much fits, per family.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+/// How much fits into the maps of a family.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Room {
     pub frontends: usize,
     pub backends: u32,

@@ -16,6 +16,10 @@ const ROOM: Room = Room {
     blocks: 64,
 };
 
+fn both(room: Room) -> BTreeMap<Family, Room> {
+    Family::ALL.map(|family| (family, room)).into()
+}
+
 fn frontend(number: u8, scope: Scope) -> Frontend {
     Frontend {
         address: IpAddr::from([10, 96, 0, number]),
@@ -65,7 +69,7 @@ fn wanted<const N: usize>(services: [(u8, Option<WantedService>); N]) -> Wanted 
 }
 
 fn planner(present: Present) -> Planner {
-    Planner::new(present, ROOM, MAGLEV_SIZE)
+    Planner::new(present, both(ROOM), MAGLEV_SIZE)
 }
 
 /// The maps, applied one operation at a time; every state between two operations must be safe for a reader.
@@ -359,7 +363,7 @@ fn backends_that_do_not_fit_are_told_and_the_others_serve() {
         ..ROOM
     };
     let mut maps = Maps::default();
-    let mut planner = Planner::new(Present::default(), room, MAGLEV_SIZE);
+    let mut planner = Planner::new(Present::default(), both(room), MAGLEV_SIZE);
     let both = || wanted([(1, service(&[1], &[1, 2])), (2, service(&[2], &[3, 4, 5]))]);
     let plan = planner.plan(&both());
     maps.carry_out(&plan);
@@ -384,7 +388,7 @@ fn frontends_ranges_and_tables_beyond_the_room_are_told() {
         ..ROOM
     };
     let mut maps = Maps::default();
-    let mut planner = Planner::new(Present::default(), room, MAGLEV_SIZE);
+    let mut planner = Planner::new(Present::default(), both(room), MAGLEV_SIZE);
     let mut services = [
         service(&[1], &[1, 2]),
         service(&[2], &[3, 4]),
@@ -454,7 +458,7 @@ fn a_service_of_a_hundred_thousand_endpoints_is_programmed_and_one_more_costs_on
         backends: 262_144,
         ..ROOM
     };
-    let mut planner = Planner::new(Present::default(), room, MAGLEV_SIZE);
+    let mut planner = Planner::new(Present::default(), both(room), MAGLEV_SIZE);
     let plan = planner.plan(&wanted([(1, Some(service(100_000)))]));
     assert_eq!(plan.refused, []);
     assert_eq!(plan.operations.len(), 300_001);

@@ -528,7 +528,8 @@ fn balancers_are_told_of_ready_endpoints_of_this_node() {
             ],
         ),
         slice("web-2", "web", vec![endpoint("10.244.1.1", "n1", 'r')]),
-    ];
+    ]
+    .map(control_api::slice::Slice::from);
     assert_eq!(local_ready(slices.iter(), "n1"), 1);
     assert_eq!(local_ready(slices.iter(), "n3"), 0);
 }

@@ -54,6 +54,7 @@ pub(super) fn fate(
         service.external_traffic_policy() == TrafficPolicy::Local && client == Client::Outside
     };
     let endpoints = endpoints(state, name, service_port);
+    let endpoints: Vec<&Endpoint> = endpoints.iter().collect();
     let answering = if local {
         let own: Vec<&Endpoint> = endpoints
             .iter()
@@ -103,21 +104,17 @@ fn asks_for(
     (balanced || service.external_ips.contains(&text)).then_some(false)
 }
 
-fn endpoints<'a>(
-    state: &'a DesiredState,
-    name: &Name,
-    service_port: &ServicePort,
-) -> Vec<&'a Endpoint> {
+fn endpoints(state: &DesiredState, name: &Name, service_port: &ServicePort) -> Vec<Endpoint> {
     let of_service =
-        |slice: &&EndpointSlice| slice.namespace == name.namespace && slice.service == name.name;
-    let with_port =
-        |slice: &&EndpointSlice| slice.ports.iter().any(|p| p.name == service_port.name);
+        |slice: &EndpointSlice| slice.namespace == name.namespace && slice.service == name.name;
+    let with_port = |slice: &EndpointSlice| slice.ports.iter().any(|p| p.name == service_port.name);
     state
         .endpoint_slices
-        .values()
+        .iter()
+        .map(|(name, slice)| slice.to_message(&name.namespace, &name.name))
         .filter(of_service)
         .filter(with_port)
-        .flat_map(|slice| &slice.endpoints)
+        .flat_map(|slice| slice.endpoints)
         .collect()
 }
 
