@@ -195,12 +195,8 @@ pub(super) fn targets(
         else {
             continue;
         };
-        for endpoint in slice.endpoints.iter().filter(|endpoint| endpoint.ready) {
-            let addresses = endpoint
-                .addresses
-                .iter()
-                .filter_map(|text| text.parse().ok());
-            targets.extend(addresses.map(|address| Target {
+        for endpoint in slice.endpoints().filter(|endpoint| endpoint.ready()) {
+            targets.extend(endpoint.addresses().map(|address| Target {
                 end: at(view, state, address),
                 port: u16::try_from(own.port).unwrap_or(0),
             }));

@@ -77,7 +77,7 @@ const fn powers(bytes: u32) -> [u32; 256] {
 
 /// The product of two polynomials modulo that of CRC32c. No branch depends on the values.
 #[inline(always)]
-const fn multiply(a: u32, b: u32) -> u32 {
+pub const fn multiply(a: u32, b: u32) -> u32 {
     let (mut product, mut a, mut b) = (0, a, b);
     let mut bit = 0;
     while bit < 32 {
@@ -97,6 +97,19 @@ const fn multiply(a: u32, b: u32) -> u32 {
 #[inline(always)]
 #[must_use]
 pub fn checksum(old: u32, bytes: u32, from: (Port, Port), to: (Port, Port)) -> u32 {
+    checksum_by(multiply, old, bytes, from, to)
+}
+
+/// As [`checksum`], with [`multiply`] or a function that does the same.
+#[inline(always)]
+#[must_use]
+pub fn checksum_by(
+    multiply: impl Fn(u32, u32) -> u32,
+    old: u32,
+    bytes: u32,
+    from: (Port, Port),
+    to: (Port, Port),
+) -> u32 {
     if old == 0 {
         return 0;
     }
