@@ -2,15 +2,13 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
+use std::ops::Range;
 
 use control_api::desired::{Changes, DesiredState, Name};
 use control_api::v1::{
     IpBlock, NamedPort, PeerSet, Policy, PolicyAction, PolicyName, PolicyPeer, PolicyRule,
     PolicyRulePeer, PolicyRulePort, PolicyTier, Protocol, policy_rule_peer,
 };
-use rand::rngs::StdRng;
-use rand::seq::IndexedRandom as _;
-use rand::{Rng as _, SeedableRng as _};
 
 use crate::compile::policy::{DomainAnswers, LocalPod, Locals};
 
@@ -26,7 +24,21 @@ pub(crate) struct World {
     pub(crate) state: DesiredState,
     pub(crate) locals: Locals,
     pub(crate) domains: DomainAnswers,
-    dice: StdRng,
+    dice: Dice,
+}
+
+/// The same throws for the same seed (SplitMix64).
+struct Dice(u64);
+
+impl Dice {
+    fn random_range<T: TryFrom<i64> + Into<i64>>(&mut self, range: Range<T>) -> T {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mixed = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        let mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        let thrown = i64::try_from((mixed ^ (mixed >> 31)) >> 1).unwrap();
+        let (start, end) = (range.start.into(), range.end.into());
+        T::try_from(start + thrown % (end - start)).ok().unwrap()
+    }
 }
 
 /// Addresses of pods, nodes and others: 10.0.0.0 to 10.0.0.7, and the same below fd00::.
@@ -55,7 +67,7 @@ impl World {
                 pods: BTreeMap::new(),
             },
             domains: DomainAnswers::default(),
-            dice: StdRng::seed_from_u64(seed),
+            dice: Dice(seed),
         };
         for ifindex in 10..12 + world.dice.random_range(0..2) {
             world.attach(ifindex);
@@ -87,7 +99,9 @@ impl World {
     }
 
     fn one<T: Clone>(&mut self, of: &[T]) -> T {
-        of.choose(&mut self.dice).unwrap().clone()
+        let last = u32::try_from(of.len()).unwrap();
+        let place = self.dice.random_range(0..last);
+        of[usize::try_from(place).unwrap()].clone()
     }
 
     fn pod_name(&mut self) -> Name {
