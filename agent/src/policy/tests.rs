@@ -239,6 +239,42 @@ fn explained(agent: &Enforcer, state: &DesiredState, from: &str, to: &str) -> Ex
     all.remove(0)
 }
 
+/// The Service `ns/web`, whose port 80 is the port 8080 of the pod `a`.
+fn add_web_service(state: &mut DesiredState) {
+    let service = control_api::v1::Service {
+        namespace: "ns".into(),
+        name: "web".into(),
+        ports: vec![control_api::v1::ServicePort {
+            name: "http".into(),
+            protocol: control_api::v1::Protocol::Tcp.into(),
+            port: 80,
+            node_port: 0,
+        }],
+        ..Default::default()
+    };
+    let slice = control_api::v1::EndpointSlice {
+        namespace: "ns".into(),
+        name: "web-1".into(),
+        service: "web".into(),
+        ports: vec![control_api::v1::EndpointPort {
+            name: "http".into(),
+            protocol: control_api::v1::Protocol::Tcp.into(),
+            port: 8080,
+        }],
+        endpoints: vec![control_api::v1::Endpoint {
+            addresses: vec!["10.0.0.1".into()],
+            ready: true,
+            serving: true,
+            ..Default::default()
+        }],
+        ..Default::default()
+    };
+    state.services.insert(Name::new("ns", "web"), service);
+    state
+        .endpoint_slices
+        .insert(Name::new("ns", "web-1"), slice);
+}
+
 #[test]
 fn an_explanation_names_the_rule_or_what_every_rule_lacked() {
     let node = Node::new();
@@ -276,38 +312,7 @@ fn an_explanation_names_the_rule_or_what_every_rule_lacked() {
 
     let said = explained(&agent, &state, "ns/a", "10.1.0.3:80");
     assert_eq!(said.directions[0].reason, "no policy judges its egress");
-    let service = control_api::v1::Service {
-        namespace: "ns".into(),
-        name: "web".into(),
-        ports: vec![control_api::v1::ServicePort {
-            name: "http".into(),
-            protocol: control_api::v1::Protocol::Tcp.into(),
-            port: 80,
-            node_port: 0,
-        }],
-        ..Default::default()
-    };
-    let slice = control_api::v1::EndpointSlice {
-        namespace: "ns".into(),
-        name: "web-1".into(),
-        service: "web".into(),
-        ports: vec![control_api::v1::EndpointPort {
-            name: "http".into(),
-            protocol: control_api::v1::Protocol::Tcp.into(),
-            port: 8080,
-        }],
-        endpoints: vec![control_api::v1::Endpoint {
-            addresses: vec!["10.0.0.1".into()],
-            ready: true,
-            serving: true,
-            ..Default::default()
-        }],
-        ..Default::default()
-    };
-    state.services.insert(Name::new("ns", "web"), service);
-    state
-        .endpoint_slices
-        .insert(Name::new("ns", "web-1"), slice);
+    add_web_service(&mut state);
     let said = explained(&agent, &state, FRIEND, "svc/ns/web:80");
     assert_eq!(
         (said.to.as_str(), said.port.as_str()),
