@@ -4,7 +4,7 @@ use aya_ebpf::bindings::{BPF_F_NO_PREALLOC, BPF_NOEXIST};
 use aya_ebpf::macros::map;
 use aya_ebpf::maps::{HashMap, PerCpuArray};
 use dataplane_common::layout::{
-    Affinity, AffinityKey, Backend, Endpoint, Frontend, FrontendKey, SlotKey,
+    Affinity, AffinityKey, Backend, Endpoint, Frontend, FrontendKey, PodPolicy, SlotKey,
 };
 use dataplane_common::policy::PolicyTables;
 use dataplane_common::reason::SocketEvent;
@@ -78,6 +78,11 @@ macro_rules! socket_maps {
             #[inline(always)]
             fn endpoint(&mut self, address: &$family) -> Option<&Endpoint> {
                 PolicyTables::<$family>::endpoint(self, address)
+            }
+
+            #[inline(always)]
+            fn pod_policy(&mut self, ifindex: u32) -> Option<&PodPolicy> {
+                PolicyTables::<$family>::pod_policy(self, ifindex)
             }
 
             #[inline(always)]

@@ -8,6 +8,9 @@ use control_api::v1::Protocol;
 
 use super::View;
 
+/// What a Service's name starts with.
+pub(super) const SERVICE: &str = "svc/";
+
 /// One end of a packet.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct End {
@@ -168,7 +171,7 @@ pub(super) fn targets(
     port: u16,
     protocol: u8,
 ) -> Result<Vec<Target>, String> {
-    let Some(service) = to.strip_prefix("svc/") else {
+    let Some(service) = to.strip_prefix(SERVICE) else {
         let ends = find(view, state, to)?.into_iter();
         return Ok(ends.map(|end| Target { end, port }).collect());
     };

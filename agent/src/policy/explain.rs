@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 use super::View;
 use super::ends::End;
 use crate::compile::policy::{
-    Direction, Judgement, Packet, Peers, PortPrefix, Rule, RuleSet, Tier, ports, verdict,
+    Direction, Judgement, Packet, Peers, PortPrefix, Rule, RuleSet, Tier, Verdict, ports, verdict,
 };
 
 /// More rules that say nothing of a packet are counted, not listed.
@@ -45,14 +45,14 @@ pub struct DirectionReport {
     pub lacking: Vec<String>,
 }
 
-/// Explains a packet between two ends.
+/// Explains a packet between two ends. `by_service`: it has come to `to` through a Service.
 #[must_use]
 pub(super) fn explain(
     view: &View<'_>,
     from: &End,
     to: &End,
-    protocol: u8,
-    port: u16,
+    (protocol, port): (u8, u16),
+    by_service: bool,
 ) -> Explanation {
     let packet = Packet {
         source: from.address,
@@ -60,7 +60,15 @@ pub(super) fn explain(
         protocol,
         port,
     };
-    let said = verdict(view.compiled, view.locals, &packet);
+    let said = if from.address == to.address && !by_service {
+        // It does not leave the pod.
+        Verdict {
+            egress: Some(Judgement::Exempt),
+            ingress: Some(Judgement::Exempt),
+        }
+    } else {
+        verdict(view.compiled, view.locals, &packet)
+    };
     let directions = vec![
         direction(view, Direction::Egress, from, to, &packet, said.egress),
         direction(view, Direction::Ingress, to, from, &packet, said.ingress),

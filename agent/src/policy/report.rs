@@ -129,14 +129,16 @@ pub(super) fn explain_all(
     let (to, port, protocol) = ends::cut(to)?;
     let sources = ends::find(view, state, from)?;
     let targets = ends::targets(view, state, to, port, protocol)?;
+    let by_service = to.starts_with(ends::SERVICE);
     let mut all = Vec::new();
     for source in &sources {
         let same = targets
             .iter()
             .filter(|target| target.end.address.is_ipv4() == source.address.is_ipv4());
-        all.extend(
-            same.map(|target| explain::explain(view, source, &target.end, protocol, target.port)),
-        );
+        all.extend(same.map(|target| {
+            let asked = (protocol, target.port);
+            explain::explain(view, source, &target.end, asked, by_service)
+        }));
     }
     if all.is_empty() {
         return Err(format!("{from} and {to} have no addresses of one family"));
@@ -182,7 +184,8 @@ pub(super) fn diff(view: &View<'_>, state: &DesiredState, packets: &[Packet]) ->
         }
         let from = ends::at(view, state, packet.source);
         let to = ends::at(view, state, packet.destination);
-        let said = explain::explain(&with_staged, &from, &to, packet.protocol, packet.port);
+        let asked = (packet.protocol, packet.port);
+        let said = explain::explain(&with_staged, &from, &to, asked, true);
         report.changes.push(DiffEntry {
             from: from.to_string(),
             to: to.to_string(),

@@ -2,7 +2,8 @@
 //!
 //! Judged is the packet as it is after service translation, with the address that its client has: the source before this
 //! node gives it another, the backend's address and port. The pod that it leaves and the pod that it enters must both
-//! agree. A pod and its own node, and a pod and itself, always reach one another.
+//! agree. A pod and its own node always reach one another. What a pod sends to its own address does not leave it; what comes
+//! back to it through a Service is bound by ClusterNetworkPolicy alone.
 //!
 //! User space asks the same code: for explanations, for models in tests ([`host`]).
 
@@ -50,6 +51,8 @@ pub struct Peer {
     pub protocol: u8,
     /// The packet's destination port; zero for protocols without ports.
     pub port: Port,
+    /// One for the pod itself, which a Service has led back to it.
+    pub own: u32,
 }
 
 /// What the rules of one direction of one pod say.
@@ -188,7 +191,7 @@ impl PolicyRule {
 
 /// What the rules of `policy` say about a peer, whether its pod is judged in this direction or not: see
 /// [`is_judged`]. The tier Admin decides unless it passes or has no rule; then the tiers after it; then, what is closed
-/// stays closed.
+/// stays closed. NetworkPolicy, which closes pods, does not keep a pod from itself.
 #[inline(always)]
 pub fn judge_direction<R: PolicyRules>(
     rules: &mut R,
@@ -215,18 +218,21 @@ pub fn judge_direction<R: PolicyRules>(
     }
     let final_admin = first.admin_rule != NO_RULE
         && (first.admin_action == RULE_ALLOW || first.admin_action == RULE_DENY);
-    let (rule, action) = if final_admin {
-        (first.admin_rule, first.admin_action)
-    } else {
-        (first.rule, first.action)
-    };
-    let closed = if peer.direction == DIRECTION_INGRESS {
+    let closing = if peer.direction == DIRECTION_INGRESS {
         POLICY_INGRESS_CLOSED
     } else {
         POLICY_EGRESS_CLOSED
     };
+    let closed = policy.flags & closing != 0;
+    let (rule, action) = if final_admin {
+        (first.admin_rule, first.admin_action)
+    } else if closed && peer.own != 0 {
+        (NO_RULE, RULE_ALLOW)
+    } else {
+        (first.rule, first.action)
+    };
     let allowed = if rule == NO_RULE {
-        policy.flags & closed == 0
+        !closed || peer.own != 0
     } else {
         action == RULE_ALLOW
     };
@@ -267,9 +273,7 @@ pub fn judge<A: Family, T: PolicyTables<A>>(tables: &mut T, ends: &Ends<A>) -> V
     if source.ifindex == 0 && destination.ifindex == 0 {
         return Verdict::UNASKED;
     }
-    let from_here = ends.outside == 0;
-    let same = ends.source == ends.destination || source.is_node();
-    if destination.is_node() || (from_here && same) {
+    if destination.is_node() || (ends.outside == 0 && source.is_node()) {
         return Verdict::UNASKED;
     }
     let mut verdict = Verdict::UNASKED;
@@ -329,6 +333,7 @@ fn ask<A: Family, T: PolicyTables<A>>(
         direction,
         protocol: ends.protocol,
         port: rule_port(ends.protocol, ends.port),
+        own: (ends.outside == 0 && ends.source == ends.destination) as u32,
     };
     let judgement = judge_direction(tables, &policy, &peer);
     // The number of no rule becomes zero.

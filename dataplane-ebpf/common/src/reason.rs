@@ -163,5 +163,7 @@ numbered! {
         PassedChained = "passed_chained",
         /// A table of the socket hooks is full.
         PassedTableFull = "passed_table_full",
+        /// The chosen backend is the pod that asks, and policies judge it: what it sends to itself meets no program.
+        PassedPolicy = "passed_policy",
     }
 }

@@ -16,7 +16,7 @@ use crate::address::{Family, Port, TCP, UDP, V4, V6};
 use crate::flow::timeout;
 use crate::layout::{
     Affinity, AffinityKey, Backend, ENDPOINT_NODE, ENDPOINT_NODE_PORTS, ENDPOINT_PEER, Endpoint,
-    FRONTEND_RANGES, Frontend, FrontendKey, SCOPE_ALL, SlotKey, backend_state,
+    FRONTEND_RANGES, Frontend, FrontendKey, PodPolicy, SCOPE_ALL, SlotKey, backend_state,
 };
 use crate::reason::SocketEvent;
 use crate::tables::Inserted;
@@ -116,6 +116,8 @@ pub trait SocketTables<A> {
     /// The pod, or the node, that a network namespace belongs to.
     fn namespace(&mut self, cookie: u64) -> Option<&Namespace>;
     fn endpoint(&mut self, address: &A) -> Option<&Endpoint>;
+    /// By the interface index of the host side of a pod's link.
+    fn pod_policy(&mut self, ifindex: u32) -> Option<&PodPolicy>;
     fn frontend(&mut self, key: &FrontendKey<A>) -> Option<&Frontend>;
     fn slot(&mut self, key: &SlotKey) -> Option<&u32>;
     fn backend(&mut self, id: u32) -> Option<&Backend<A>>;
@@ -488,11 +490,29 @@ fn choose<A: ClientFamily, T: SocketTables<A>>(
     }
     let key = frontend_key(tables, to, socket.protocol);
     pick(tables, &key, client, &mut choice);
-    if choice.reason == SocketEvent::ConnectionTranslated && is_served(tables, socket, &choice) {
+    if choice.reason != SocketEvent::ConnectionTranslated {
+        return choice;
+    }
+    if is_served(tables, socket, &choice) {
         // Packets to it would be translated once more.
         choice.reason = SocketEvent::PassedChained;
+    } else if choice.backend.address == client && is_judged(tables, &client) {
+        choice.reason = SocketEvent::PassedPolicy;
     }
     choice
+}
+
+/// True for the address of a pod that policies judge.
+#[inline(always)]
+fn is_judged<A: ClientFamily, T: SocketTables<A>>(tables: &mut T, address: &A) -> bool {
+    let ifindex = match tables.endpoint(address) {
+        Some(endpoint) => endpoint.ifindex,
+        None => 0,
+    };
+    match tables.pod_policy(ifindex) {
+        Some(policy) => policy.flags != 0,
+        None => false,
+    }
 }
 
 #[inline(always)]

@@ -25,7 +25,7 @@ pub struct Packet {
 /// Why one direction allows or refuses.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Judgement {
-    /// Its own address, or its own node's: never refused.
+    /// Its own node's address; or its own, to which NetworkPolicy does not bar the way.
     Exempt,
     /// Nothing judges the pod in this direction.
     Open,
@@ -67,15 +67,17 @@ impl Verdict {
     }
 }
 
-/// Judges a packet in both directions, as far as its ends are pods of this node.
+/// Judges a packet in both directions, as far as its ends are pods of this node. One from a pod to itself has come back
+/// through a Service: what is sent to a pod's own address does not leave the pod.
 #[must_use]
 pub fn verdict(compiled: &Compiled, locals: &Locals, packet: &Packet) -> Verdict {
     let judge = |own: IpAddr, other: IpAddr, direction| {
         let (ifindex, pod) = locals.pod_at(own)?;
-        if pod.addresses.contains(&other) || locals.node_addresses.contains(&other) {
+        if locals.node_addresses.contains(&other) {
             return Some(Judgement::Exempt);
         }
-        Some(compiled.judge(ifindex, direction, other, packet.protocol, packet.port))
+        let own = pod.addresses.contains(&other);
+        Some(compiled.judge(ifindex, direction, other, own, packet))
     };
     Verdict {
         egress: judge(packet.source, packet.destination, Direction::Egress),
@@ -84,15 +86,15 @@ pub fn verdict(compiled: &Compiled, locals: &Locals, packet: &Packet) -> Verdict
 }
 
 impl Compiled {
-    /// Judges one direction of an attached pod. `other` is the address at the other end.
+    /// Judges one direction of an attached pod. `other` is the address at the other end; `own` says that it is the pod's.
     #[must_use]
     pub fn judge(
         &self,
         ifindex: u32,
         direction: Direction,
         other: IpAddr,
-        protocol: u8,
-        port: u16,
+        own: bool,
+        packet: &Packet,
     ) -> Judgement {
         let flags = self.flags(ifindex);
         let (judged, _) = direction.flags();
@@ -109,12 +111,14 @@ impl Compiled {
         let peer = Peer {
             identity: self.trie.find(other).unwrap_or(IDENTITY_ANY),
             direction: direction.number(),
-            protocol,
-            port: rule_port(protocol, Port::new(port)),
+            protocol: packet.protocol,
+            port: rule_port(packet.protocol, Port::new(packet.port)),
+            own: own.into(),
         };
         let said = judge_direction(&mut Rules(set), &policy, &peer);
         match said.rule {
             NO_RULE if said.allowed == 0 => Judgement::Isolated,
+            NO_RULE if own => Judgement::Exempt,
             NO_RULE => Judgement::NoRule,
             number => Judgement::Rule {
                 number,

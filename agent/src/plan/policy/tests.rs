@@ -11,7 +11,8 @@ use dataplane_common::policy::{Peer, PolicyRules, is_judged, judge_direction};
 use super::{Operation, Planner, Present, RuleKey};
 use crate::compile::policy::world::{World, pool};
 use crate::compile::policy::{
-    Compiled, Compiler, Direction, Input, Limits, Mode, PortPrefix, Prefix, SHUT_FLAGS, Trie,
+    Compiled, Compiler, Direction, Input, Limits, Mode, Packet, PortPrefix, Prefix, SHUT_FLAGS,
+    Trie,
 };
 
 const HISTORIES: u64 = 400;
@@ -124,6 +125,7 @@ impl Maps {
             direction: direction.number(),
             protocol: service.0,
             port: Port::new(service.1),
+            own: 0,
         };
         judge_direction(self, &policy, &peer).allowed != 0
     }
@@ -195,7 +197,13 @@ fn check_end(maps: &mut Maps, compiled: &Compiled, what: &str) {
             for other in pool() {
                 for service in SERVICES {
                     let said = maps.allows(*ifindex, direction, other, service);
-                    let meant = compiled.judge(*ifindex, direction, other, service.0, service.1);
+                    let packet = Packet {
+                        source: other,
+                        destination: other,
+                        protocol: service.0,
+                        port: service.1,
+                    };
+                    let meant = compiled.judge(*ifindex, direction, other, false, &packet);
                     assert_eq!(
                         said,
                         meant.allows(),

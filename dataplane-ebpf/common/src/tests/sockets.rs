@@ -9,7 +9,8 @@ use super::tables::{Collections, TestFamily, from_pod};
 use crate::address::{TCP, UDP};
 use crate::layout::{
     Affinity, AffinityKey, Backend, ENDPOINT_NODE, ENDPOINT_NODE_PORTS, ENDPOINT_PEER,
-    ENDPOINT_READY, Endpoint, FRONTEND_RANGES, Frontend, FrontendKey, SCOPE_ALL, SlotKey,
+    ENDPOINT_READY, Endpoint, FRONTEND_RANGES, Frontend, FrontendKey, POLICY_EGRESS,
+    POLICY_INGRESS, PodPolicy, SCOPE_ALL, SlotKey,
 };
 use crate::packet::{Packet, Translation, WITH_PORTS, tcp};
 use crate::policy::PolicyTables;
@@ -112,6 +113,9 @@ impl<A: TestFamily> SocketTables<A> for Sockets<A> {
             Some((node, endpoint)) if node == address => Some(endpoint),
             _ => self.tables.endpoint(address),
         }
+    }
+    fn pod_policy(&mut self, ifindex: u32) -> Option<&PodPolicy> {
+        self.tables.pod_policy(ifindex)
     }
     fn frontend(&mut self, key: &FrontendKey<A>) -> Option<&Frontend> {
         self.tables.frontend(key)
@@ -554,6 +558,28 @@ fn serving() -> Sockets<V4> {
         sockets.tables.serve(1, protocol, &[(2, false)]);
     }
     sockets
+}
+
+/// What a pod sends to itself leaves it only as long as it is for a service: policies that judge it must see it.
+#[test]
+fn a_pod_that_is_judged_comes_back_to_itself_by_packets() {
+    for (flags, translated) in [(0, true), (POLICY_INGRESS, false), (POLICY_EGRESS, false)] {
+        let mut sockets = serving();
+        sockets.tables.serve(1, TCP, &[(CLIENT, false)]);
+        sockets.tables.serve(1, UDP, &[(CLIENT, false)]);
+        let ifindex = sockets.tables.endpoints[&V4::pod(CLIENT)].ifindex;
+        let policy = PodPolicy {
+            policy_id: 1,
+            flags,
+        };
+        sockets.tables.policies.pods.insert(ifindex, policy);
+        let connected = connect(&mut sockets, &socket(1, TCP), &service(1));
+        let sent = send(&mut sockets, &socket(2, UDP), &service(1));
+        assert_eq!(connected.is_translated(), translated, "{flags}");
+        assert_eq!(sent.is_translated(), translated, "{flags}");
+        let passed = if translated { 0 } else { 2 };
+        assert_eq!(sockets.counted(SocketEvent::PassedPolicy), passed);
+    }
 }
 
 #[test]

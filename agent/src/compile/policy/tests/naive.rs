@@ -19,7 +19,7 @@ pub(super) fn verdict(world: &World, packet: &Packet) -> [Option<bool>; 2] {
     ]
     .map(|(direction, own, other)| {
         let (_, pod) = world.locals.pod_at(own)?;
-        if own == other || world.locals.node_addresses.contains(&other) {
+        if world.locals.node_addresses.contains(&other) {
             return Some(true);
         }
         let Some(name) = &pod.name else {
@@ -66,9 +66,11 @@ fn allows(
     };
     let mut isolated = policies.iter().copied().filter(isolating).peekable();
     if isolated.peek().is_some() {
-        return isolated
-            .flat_map(|policy| rules(policy, direction))
-            .any(|rule| matches(world, rule, pod, direction, other, packet));
+        // NetworkPolicy does not keep a pod from itself.
+        return packet.source == packet.destination
+            || isolated
+                .flat_map(|policy| rules(policy, direction))
+                .any(|rule| matches(world, rule, pod, direction, other, packet));
     }
     first_match(PolicyTier::Baseline) != Some(PolicyAction::Deny)
 }
