@@ -405,7 +405,9 @@ impl Hub {
     /// Gives the addresses of nodes that fell silent to others.
     pub(super) fn check_nodes(&self, now: Instant, now_us: i64) {
         let mut inner = self.lock();
-        if !inner.synced || !inner.index.has_announcements() {
+        let watched = inner.synced && inner.index.has_announcements();
+        inner.liveness.watch(watched, now);
+        if !watched {
             return;
         }
         let nodes: Vec<String> = inner.index.nodes().map(str::to_owned).collect();

@@ -14,10 +14,16 @@ const AFTER_END: Duration = Duration::from_secs(2);
 /// Nodes have this time to come back to a control plane that was away.
 const AFTER_START: Duration = Duration::from_secs(10);
 
+/// Nodes that are told of the first address promise their signs of life at shorter intervals from then on. What they
+/// promised before counts no longer than this.
+const AFTER_FIRST_ADDRESS: Duration = Duration::from_secs(2);
+
 /// When each node was heard of, and until when that counts.
 #[derive(Debug)]
 pub(super) struct Liveness {
     started: Instant,
+    /// There are addresses that nodes answer for.
+    watched: bool,
     until: BTreeMap<String, Instant>,
 }
 
@@ -25,6 +31,7 @@ impl Liveness {
     pub(super) fn new(started: Instant) -> Self {
         Self {
             started,
+            watched: false,
             until: BTreeMap::new(),
         }
     }
@@ -34,6 +41,16 @@ impl Liveness {
         let within = next_in.map_or(UNPROMISED, |next_in| next_in * BROKEN_PROMISES);
         self.until
             .insert(node.to_owned(), now + within.min(UNPROMISED));
+    }
+
+    /// Whether there are addresses to move.
+    pub(super) fn watch(&mut self, watched: bool, now: Instant) {
+        if watched && !self.watched {
+            for until in self.until.values_mut() {
+                *until = (*until).min(now + AFTER_FIRST_ADDRESS);
+            }
+        }
+        self.watched = watched;
     }
 
     /// The node's stream ended.
@@ -59,6 +76,24 @@ impl Liveness {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn what_was_promised_before_the_first_address_counts_for_two_seconds() {
+        let start = Instant::now();
+        let at = |ms: u64| start + Duration::from_millis(ms);
+        let nodes = ["quiet".to_owned(), "well".to_owned()];
+        let mut liveness = Liveness::new(start);
+        for node in &nodes {
+            liveness.heard(node, at(0), Some(Duration::from_secs(5)));
+        }
+        liveness.watch(false, at(100));
+        liveness.watch(true, at(1_000));
+        liveness.heard("well", at(1_500), Some(Duration::from_millis(500)));
+        liveness.watch(true, at(2_900));
+        assert_eq!(liveness.lost(&nodes, at(2_999)), BTreeSet::new());
+        let lost = liveness.lost(&nodes, at(3_000));
+        assert_eq!(lost, BTreeSet::from(["quiet".to_owned()]));
+    }
 
     #[test]
     fn promises_ends_and_starts_have_their_times() {
