@@ -17,7 +17,8 @@ const BAR: Duration = Duration::from_secs(3);
 const TOO_LONG: Duration = Duration::from_secs(9);
 /// The only addresses of the pool at first.
 const ADDRESSES: [&str; 2] = ["192.168.77.200", "192.168.77.201"];
-const REQUESTS: usize = 60;
+/// Enough that chance alone leaves no replica with less than its share.
+const REQUESTS: usize = 300;
 /// A client that asks anew after so long: some backends are on the lost node, and nobody knows yet.
 const ATTEMPT: Duration = Duration::from_millis(150);
 const CONDITION: &str = "weir.dev/LoadBalancerAddresses";
