@@ -261,14 +261,20 @@ impl Graph {
 
     // ---- membership ----
 
-    pub(super) fn join(&mut self, id: u32, set: u32) {
-        let Some(entry) = self.sets.get(set) else {
-            return;
-        };
+    /// Every node that holds the set has to look at the peer again. Returns the policies whose subjects the set is.
+    fn touch_member(&mut self, id: u32, set: u32) -> Option<BTreeSet<u32>> {
+        let entry = self.sets.get(set)?;
         let (nodes, subjects) = (entry.nodes.clone(), entry.subjects.clone());
         for node in &nodes {
             self.touch_peer(node, id);
         }
+        Some(subjects)
+    }
+
+    pub(super) fn join(&mut self, id: u32, set: u32) {
+        let Some(subjects) = self.touch_member(id, set) else {
+            return;
+        };
         if let Some(entry) = self.sets.get_mut(set) {
             entry.members.insert(id);
         }
@@ -281,13 +287,9 @@ impl Graph {
     }
 
     pub(super) fn leave(&mut self, id: u32, set: u32) {
-        let Some(entry) = self.sets.get(set) else {
+        let Some(subjects) = self.touch_member(id, set) else {
             return;
         };
-        let (nodes, subjects) = (entry.nodes.clone(), entry.subjects.clone());
-        for node in &nodes {
-            self.touch_peer(node, id);
-        }
         if let Some(entry) = self.sets.get_mut(set) {
             entry.members.remove(&id);
         }

@@ -101,6 +101,15 @@ pub(super) fn enter<A: TestFamily>(tables: &mut HostTables<A>, rules: &[Rule]) {
     }
 }
 
+/// The flags that say of a direction that it is judged, and that it is closed.
+fn flags_of(direction: u8) -> (u32, u32) {
+    if direction == DIRECTION_INGRESS {
+        (POLICY_INGRESS, POLICY_INGRESS_CLOSED)
+    } else {
+        (POLICY_EGRESS, POLICY_EGRESS_CLOSED)
+    }
+}
+
 /// What the text of the rules says about one direction.
 pub(super) fn naive(
     rules: &[Rule],
@@ -110,11 +119,7 @@ pub(super) fn naive(
     protocol: u8,
     port: u16,
 ) -> (bool, u32) {
-    let (judged, closed) = if direction == DIRECTION_INGRESS {
-        (POLICY_INGRESS, POLICY_INGRESS_CLOSED)
-    } else {
-        (POLICY_EGRESS, POLICY_EGRESS_CLOSED)
-    };
+    let (judged, closed) = flags_of(direction);
     if policy.flags & judged == 0 {
         return (true, NO_RULE);
     }
@@ -144,11 +149,7 @@ pub(super) fn naive_of_itself(
     protocol: u8,
     port: u16,
 ) -> (bool, u32) {
-    let closed = if direction == DIRECTION_INGRESS {
-        POLICY_INGRESS_CLOSED
-    } else {
-        POLICY_EGRESS_CLOSED
-    };
+    let (_, closed) = flags_of(direction);
     let exempt = policy.flags & closed != 0;
     let asked: Vec<Rule> = rules
         .iter()
