@@ -147,7 +147,7 @@ impl Dataplane {
 }
 
 /// The socket that `weir-cni` calls and the configuration file written for the runtime.
-#[derive(Clone, Debug, Default, Deserialize)]
+#[derive(Clone, Debug, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct Cni {
     /// Where to write the network configuration list (for example /etc/cni/net.d); none is written when unset.
@@ -157,6 +157,29 @@ pub struct Cni {
     /// Pod interface MTU in bytes; default: the smallest MTU of the uplinks, less the overlay's headers while a peer is
     /// reached through it.
     pub mtu: Option<u32>,
+    /// Seconds that an address rests after its pod has gone, before another pod gets it; a day at most.
+    #[serde(deserialize_with = "cool_down")]
+    pub address_cool_down_s: u32,
+}
+
+impl Default for Cni {
+    fn default() -> Self {
+        Self {
+            conf_dir: None,
+            socket: None,
+            mtu: None,
+            address_cool_down_s: 30,
+        }
+    }
+}
+
+fn cool_down<'de, D: serde::Deserializer<'de>>(deserializer: D) -> Result<u32, D::Error> {
+    let seconds = u32::deserialize(deserializer)?;
+    if u64::from(seconds) <= crate::cni_api::MAX_COOL_DOWN.as_secs() {
+        Ok(seconds)
+    } else {
+        Err(serde::de::Error::custom("an address rests a day at most"))
+    }
 }
 
 /// VXLAN between nodes that do not share a segment. Port and VNI must be the same on all nodes.

@@ -115,6 +115,16 @@ impl Network {
                 ));
             }
         }
+        for pods in &self.pod_cidrs {
+            // Of two networks that overlap, one contains the other's address.
+            let services = self.service_cidrs.iter();
+            let mut both = services.filter(|s| s.contains(pods.ip()) || pods.contains(s.ip()));
+            if let Some(services) = both.next() {
+                return Some(format!(
+                    "network.pod_cidrs has {pods} and network.service_cidrs {services}, which overlap: name ranges apart"
+                ));
+            }
+        }
         let tiny = |c: &&IpNetwork| c.prefix() > if c.is_ipv4() { 28 } else { 124 };
         let small = self.service_cidrs.iter().find(tiny)?;
         Some(format!(
@@ -193,6 +203,7 @@ mod tests {
             ("node_port_first = 2\nnode_port_last = 1", "node_port_first"),
             ("service_cidrs = []", "service_cidrs is empty"),
             ("service_cidrs = [\"10.0.0.0/30\"]", "too small"),
+            ("pod_cidrs = [\"10.96.4.0/24\"]", "overlap"),
             (
                 "pod_cidrs = [\"10.0.0.0/16\", \"10.1.0.0/16\"]",
                 "two CIDRs",

@@ -10,6 +10,7 @@ mod attach;
 pub mod conf;
 mod host_ports;
 mod ipam;
+pub mod ranges;
 mod reconcile;
 mod record;
 mod server;
@@ -21,12 +22,12 @@ mod wire;
 pub use host_ports::PortMapping;
 pub use record::{Key, Record};
 pub use server::{Server, ServerError};
-pub use service::{Attachments, PodCidrs, Settings};
+pub use service::{Attachments, MAX_COOL_DOWN, PodRanges, Settings};
 pub use stats::Stats;
 pub use store::{Store, StoreError};
 
 /// Names below the state directory that this room writes.
-pub const STATE_NAMES: [&str; 2] = [store::RECORDS, store::DELETES];
+pub const STATE_NAMES: [&str; 3] = [store::RECORDS, store::DELETES, store::RESTING];
 
 /// True for names that host sides of pod links have.
 #[must_use]

@@ -1,13 +1,15 @@
 //! The start of the CNI API: what an earlier agent left is adopted, finished or removed.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, VecDeque};
+use std::path::PathBuf;
 use std::sync::Arc;
+use std::time::{Duration, SystemTime};
 
 use super::CniError;
 use super::attach::local_pod;
 use super::ipam::Ipam;
 use super::record::{Record, is_host_name};
-use super::service::{Attachments, PodCidrs, Settings};
+use super::service::{Attachments, PodRanges, Settings};
 use super::store::{Loaded, Store};
 use crate::kernel::PodPrograms;
 use crate::netlink::link::Link;
@@ -23,13 +25,13 @@ impl Attachments {
         store: Store,
         programs: Arc<dyn PodPrograms>,
         settings: Settings,
-        pod_cidrs: PodCidrs,
+        pod_ranges: PodRanges,
     ) -> Result<Self, CniError> {
         let loaded = store.load()?;
         for path in &loaded.unreadable {
             tracing::error!(path = %path.display(), "not a record of an attachment; it is left alone");
         }
-        let attachments = Self::new(store, programs, settings, pod_cidrs);
+        let attachments = Self::new(store, programs, settings, pod_ranges);
         attachments.adopt(loaded)?;
         attachments.replay_deletes()?;
         attachments.publish_host_ports()?;
@@ -69,11 +71,31 @@ impl Attachments {
                 absent_is_done(netlink.delete_link(name))?;
             }
         }
+        let mut ipam = Ipam::from_records(self.cool_down, &live);
+        let resting = self.resume_rests(&mut ipam)?;
         let mut state = self.lock();
-        state.ipam = Ipam::from_records(&live);
+        state.ipam = ipam;
+        state.resting = resting;
         state.links = indexes;
         state.records = live.into_iter().map(|r| (r.key.clone(), r)).collect();
         Ok(())
+    }
+
+    /// Lets addresses rest that earlier agents freed.
+    fn resume_rests(&self, ipam: &mut Ipam) -> Result<VecDeque<(Duration, PathBuf)>, CniError> {
+        let (now, clock) = (self.now(), SystemTime::now());
+        let mut resting = VecDeque::new();
+        for gone in self.store.resting()? {
+            // A clock that was set back must not make a rest longer than it is.
+            let ago = clock.duration_since(gone.since).unwrap_or_default();
+            if ago >= self.cool_down {
+                self.store.done(&gone.path)?;
+                continue;
+            }
+            ipam.rest(&gone.addresses, ago, now);
+            resting.push_back((now.saturating_sub(ago), gone.path));
+        }
+        Ok(resting)
     }
 
     fn repair(&self, netlink: &mut Netlink, record: &Record, link: &Link) {
@@ -98,7 +120,7 @@ impl Attachments {
             "container went while no agent ran; its addresses are free again");
         // The kernel room has forgotten interfaces that went while no agent ran.
         self.wiring.tear_down(&record.key, 0, &record.addresses)?;
-        self.store.remove(&record.key)?;
+        self.retire(&record.key)?;
         Ok(())
     }
 

@@ -1,11 +1,12 @@
 //! What each CNI command does on this node.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::fs::File;
 use std::net::IpAddr;
+use std::path::PathBuf;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime};
 
 use ipnetwork::IpNetwork;
 use serde_json::{Value, json};
@@ -13,6 +14,7 @@ use serde_json::{Value, json};
 use super::attach::Wiring;
 use super::host_ports;
 use super::ipam::Ipam;
+use super::ranges::NoRanges;
 use super::record::{Key, PodName, Record};
 use super::store::{Store, StoreError};
 use super::wire::{Command, Request};
@@ -28,8 +30,11 @@ const WAIT_FOR_OTHER: Duration = Duration::from_secs(25);
 /// How long an ADD waits until it is known and in place what applies to the pod. The runtime calls again later.
 const WAIT_FOR_POLICIES: Duration = Duration::from_secs(10);
 
-/// Answers with this node's pod ranges, once they are known.
-pub type PodCidrs = Arc<dyn Fn() -> Option<Vec<IpNetwork>> + Send + Sync>;
+/// A freed address rests this long at most.
+pub const MAX_COOL_DOWN: Duration = Duration::from_secs(24 * 60 * 60);
+
+/// Answers with this node's pod ranges: any number of either family.
+pub type PodRanges = Arc<dyn Fn() -> Result<Vec<IpNetwork>, NoRanges> + Send + Sync>;
 
 /// What attachments need to know of the node.
 #[derive(Clone, Debug)]
@@ -37,6 +42,8 @@ pub struct Settings {
     /// Bytes.
     pub mtu: u32,
     pub node_ips: Vec<IpAddr>,
+    /// How long a freed address rests before another pod gets it; [`MAX_COOL_DOWN`] at most.
+    pub cool_down: Duration,
 }
 
 #[derive(Debug, Default)]
@@ -47,6 +54,8 @@ pub(super) struct State {
     pub(super) links: BTreeMap<Key, u32>,
     /// Attachments that a request is working on.
     pub(super) busy: BTreeSet<Key>,
+    /// Files that say which addresses rest, and since when, the oldest first.
+    pub(super) resting: VecDeque<(Duration, PathBuf)>,
 }
 
 /// The attachments of this node.
@@ -55,7 +64,8 @@ pub struct Attachments {
     idle: Condvar,
     pub(super) store: Store,
     pub(super) wiring: Wiring,
-    pod_cidrs: PodCidrs,
+    pod_ranges: PodRanges,
+    pub(super) cool_down: Duration,
     started: Instant,
     host_ports_turn: Mutex<()>,
 }
@@ -92,7 +102,7 @@ impl Attachments {
         store: Store,
         programs: Arc<dyn PodPrograms>,
         settings: Settings,
-        pod_cidrs: PodCidrs,
+        pod_ranges: PodRanges,
     ) -> Self {
         Self {
             state: Mutex::default(),
@@ -103,7 +113,8 @@ impl Attachments {
                 mtu: AtomicU32::new(settings.mtu),
                 node_ips: settings.node_ips,
             },
-            pod_cidrs,
+            pod_ranges,
+            cool_down: settings.cool_down.min(MAX_COOL_DOWN),
             started: Instant::now(),
             host_ports_turn: Mutex::default(),
         }
@@ -114,14 +125,30 @@ impl Attachments {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// The clock of addresses that rest. It starts late enough that what an earlier agent freed lies before it.
     pub(super) fn now(&self) -> Duration {
-        self.started.elapsed()
+        MAX_COOL_DOWN + self.started.elapsed()
     }
 
     /// All attachments.
     #[must_use]
     pub fn records(&self) -> Vec<Record> {
         self.lock().records.values().cloned().collect()
+    }
+
+    /// Addresses that rest after their pod has gone, and for how long.
+    #[must_use]
+    pub fn resting(&self) -> Vec<(IpAddr, Duration)> {
+        let now = self.now();
+        self.lock().ipam.resting(now)
+    }
+
+    /// The ranges that addresses come from, or why there are none.
+    ///
+    /// # Errors
+    /// What ADD would say.
+    pub fn pod_ranges(&self) -> Result<Vec<IpNetwork>, CniError> {
+        self.ranges()
     }
 
     /// Addresses of this node's pods whose host link is up, for their routes.
@@ -186,13 +213,13 @@ impl Attachments {
     fn add(&self, request: &Request, netns: Option<&File>) -> Result<Value, CniError> {
         let key = request.key()?;
         let netns = need_netns(netns)?;
-        let cidrs = self.cidrs()?;
+        let ranges = self.ranges()?;
         let _busy = self.claim(&key, Duration::ZERO)?;
         if self.lock().records.contains_key(&key) {
             self.forget_if_dead(&key)?;
         }
         self.store.cancel_delete(&key)?;
-        let record = self.reserve(&key, request, &cidrs, netns)?;
+        let record = self.reserve(&key, request, &ranges, netns)?;
         match self.wiring.set_up(&record, netns) {
             Ok(index) => {
                 self.lock().links.insert(key.clone(), index);
@@ -230,19 +257,18 @@ impl Attachments {
         &self,
         key: &Key,
         request: &Request,
-        cidrs: &[IpNetwork],
+        ranges: &[IpNetwork],
         netns: &File,
     ) -> Result<Record, CniError> {
         let port_mappings = host_ports::check(&request.port_mappings)?;
         let wanted = request.wanted_addresses()?;
-        let ranges = (self.pod_cidrs)().unwrap_or_default();
         let allocate = || {
             let ipam = &mut self.lock().ipam;
             if wanted.is_empty() {
-                let found = ipam.allocate(cidrs, key, self.now());
+                let found = ipam.allocate(ranges, key, self.now());
                 return found.map_err(|e| e.to_string());
             }
-            let sequence = ipam.allocate_wanted(&wanted, &ranges, key);
+            let sequence = ipam.allocate_wanted(&wanted, ranges, key);
             sequence
                 .map(|sequence| (wanted.clone(), sequence))
                 .map_err(|e| e.to_string())
@@ -270,7 +296,7 @@ impl Attachments {
             port_mappings,
         };
         if let Err(e) = self.store.put(&record) {
-            self.lock().ipam.release(key, &record.addresses, self.now());
+            self.lock().ipam.give_back(key, &record.addresses);
             return Err(e.into());
         }
         self.lock().records.insert(key.clone(), record.clone());
@@ -317,8 +343,8 @@ impl Attachments {
     fn status(&self) -> Result<(), CniError> {
         let unavailable =
             |e: &dyn std::fmt::Display| CniError::new(Code::NotAvailable, e.to_string());
-        let cidrs = self.cidrs().map_err(|e| unavailable(&e))?;
-        let room = self.lock().ipam.has_room(&cidrs, self.now());
+        let ranges = self.ranges().map_err(|e| unavailable(&e))?;
+        let room = self.lock().ipam.has_room(&ranges, self.now());
         room.map_err(|e| unavailable(&e))
     }
 
@@ -345,21 +371,24 @@ impl Attachments {
         failed.map_or(Ok(()), Err)
     }
 
-    fn cidrs(&self) -> Result<Vec<IpNetwork>, CniError> {
-        let mut cidrs = (self.pod_cidrs)().unwrap_or_default();
+    /// The ranges that pods of this node get addresses from.
+    fn ranges(&self) -> Result<Vec<IpNetwork>, CniError> {
+        let mut ranges = (self.pod_ranges)().map_err(|e| {
+            let code = match e {
+                NoRanges::Unknown => Code::TryAgain,
+                NoRanges::Overlap { .. } => Code::InvalidConfig,
+            };
+            CniError::new(code, e.to_string())
+        })?;
         if !base::ipv6_is_on() {
-            cidrs.retain(IpNetwork::is_ipv4);
+            ranges.retain(IpNetwork::is_ipv4);
         }
-        // One address per family.
-        let mut families = BTreeSet::new();
-        cidrs.retain(|c| families.insert(c.is_ipv4()));
-        if cidrs.is_empty() {
-            return Err(CniError::new(
-                Code::TryAgain,
-                "this node has no pod range yet: the control plane has not told one; try again",
-            ));
+        if ranges.is_empty() {
+            let message = "this node has pod ranges of IPv6 alone and its kernel has no IPv6; \
+                           give it a range of IPv4 or switch IPv6 on";
+            return Err(CniError::new(Code::InvalidConfig, message));
         }
-        Ok(cidrs)
+        Ok(ranges)
     }
 
     /// Waits until no other request works on the attachment.
@@ -390,14 +419,15 @@ impl Attachments {
 
     /// Gives addresses back, after everything that used them is gone.
     fn forget(&self, record: &Record) -> Result<(), CniError> {
-        self.store.remove(&record.key)?;
+        let resting = self.retire(&record.key)?;
+        let now = self.now();
         let mut state = self.lock();
         state.records.remove(&record.key);
         state.links.remove(&record.key);
-        state
-            .ipam
-            .release(&record.key, &record.addresses, self.now());
+        state.ipam.release(&record.key, &record.addresses, now);
+        state.resting.extend(resting.map(|path| (now, path)));
         drop(state);
+        self.end_rests();
         if !record.port_mappings.is_empty()
             && let Err(e) = self.publish_host_ports()
         {
@@ -405,6 +435,34 @@ impl Attachments {
             tracing::error!(key = %record.key, error = %e, details = %e.details, "host ports of a pod that went are still there");
         }
         Ok(())
+    }
+
+    /// Removes a record; the file that remembers how long its addresses rest, if they do.
+    pub(super) fn retire(&self, key: &Key) -> Result<Option<PathBuf>, StoreError> {
+        if self.cool_down.is_zero() {
+            return self.store.remove(key).map(|()| None);
+        }
+        self.store.rest(key, SystemTime::now())
+    }
+
+    /// Removes the files of addresses that have rested. One that stays is removed at the next start.
+    pub(super) fn end_rests(&self) {
+        let now = self.now();
+        let mut over = Vec::new();
+        let mut state = self.lock();
+        while let Some((since, path)) = state.resting.pop_front() {
+            if now.saturating_sub(since) < self.cool_down {
+                state.resting.push_front((since, path));
+                break;
+            }
+            over.push(path);
+        }
+        drop(state);
+        for path in over {
+            if let Err(e) = self.store.done(&path) {
+                tracing::warn!(error = %e, "the file of addresses that have rested stays");
+            }
+        }
     }
 
     /// Hands the host ports of all attachments to the dataplane. One at a time, so that the last list wins.

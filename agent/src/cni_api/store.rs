@@ -4,8 +4,10 @@
 
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, Write};
+use std::net::IpAddr;
 use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use super::record::{Key, Record};
 
@@ -13,6 +15,9 @@ use super::record::{Key, Record};
 pub(super) const RECORDS: &str = "ipam";
 /// Queued DELs, below the state directory; `weir-cni` writes there.
 pub(super) const DELETES: &str = "cni-deletes";
+/// Records of attachments that have gone, while their addresses rest, below the state directory. Their names start with
+/// the time, in milliseconds since 1970.
+pub(super) const RESTING: &str = "ipam-resting";
 /// Bytes of one file at most: more is not ours.
 const MAX_FILE_BYTES: u64 = 64 * 1024;
 
@@ -30,6 +35,15 @@ pub struct StoreError {
 pub struct Store {
     records: PathBuf,
     deletes: PathBuf,
+    resting: PathBuf,
+}
+
+/// The record of an attachment that has gone.
+#[derive(Debug)]
+pub(super) struct Resting {
+    pub(super) path: PathBuf,
+    pub(super) since: SystemTime,
+    pub(super) addresses: Vec<IpAddr>,
 }
 
 /// What was found at start.
@@ -49,8 +63,9 @@ impl Store {
         let store = Self {
             records: state_dir.join(RECORDS),
             deletes: state_dir.join(DELETES),
+            resting: state_dir.join(RESTING),
         };
-        for path in [&store.records, &store.deletes] {
+        for path in [&store.records, &store.deletes, &store.resting] {
             fs::DirBuilder::new()
                 .recursive(true)
                 .mode(0o700)
@@ -123,6 +138,47 @@ impl Store {
         remove_file(&path)
     }
 
+    /// Removes a record and remembers until when its addresses rest; `None` when it was gone already.
+    pub(super) fn rest(&self, key: &Key, since: SystemTime) -> Result<Option<PathBuf>, StoreError> {
+        let millis = since
+            .duration_since(UNIX_EPOCH)
+            .unwrap_or_default()
+            .as_millis();
+        let path = self.resting.join(format!("{millis}@{}", key.file_name()));
+        // No fsync, as above: a record that comes back is that of a dead attachment.
+        match fs::rename(self.records.join(key.file_name()), &path) {
+            Ok(()) => Ok(Some(path)),
+            Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(None),
+            Err(source) => Err(StoreError {
+                action: "move the record of an attachment that has gone to",
+                path,
+                source,
+            }),
+        }
+    }
+
+    /// Attachments that have gone and whose addresses rested when this was last looked at, the oldest first.
+    pub(super) fn resting(&self) -> Result<Vec<Resting>, StoreError> {
+        let mut all = Vec::new();
+        for path in files(&self.resting)? {
+            let name = path.file_name().unwrap_or_default().to_string_lossy();
+            let millis = name
+                .split_once('@')
+                .and_then(|(millis, _)| millis.parse().ok());
+            let since = millis.and_then(|m| UNIX_EPOCH.checked_add(Duration::from_millis(m)));
+            match (since, read::<Record>(&path)) {
+                (Some(since), Some(record)) => all.push(Resting {
+                    since,
+                    addresses: record.addresses,
+                    path,
+                }),
+                _ => remove_file(&path)?,
+            }
+        }
+        all.sort_by_key(|resting| resting.since);
+        Ok(all)
+    }
+
     /// DELs that came while no agent ran, with their files.
     pub(super) fn queued_deletes(&self) -> Result<Vec<(PathBuf, Option<Key>)>, StoreError> {
         Ok(files(&self.deletes)?
@@ -131,7 +187,7 @@ impl Store {
             .collect())
     }
 
-    /// Forgets a queued DEL.
+    /// Forgets a queued DEL, or an attachment whose addresses have rested.
     pub(super) fn done(&self, path: &Path) -> Result<(), StoreError> {
         remove_file(path)
     }
@@ -220,6 +276,28 @@ mod tests {
         assert_eq!(loaded.records, [record(1)]);
         assert_eq!(loaded.unreadable.len(), 2);
         assert!(!folder.join(".c9@eth0.json").exists());
+    }
+
+    #[test]
+    fn attachments_that_went_are_remembered_in_order() {
+        let dir = tempfile::tempdir().unwrap();
+        let store = Store::open(dir.path()).unwrap();
+        for n in 1..3 {
+            store.put(&record(n)).unwrap();
+            let at = UNIX_EPOCH + Duration::from_secs(100 - n);
+            let path = store.rest(&record(n).key, at).unwrap().unwrap();
+            assert!(path.exists());
+            assert!(store.rest(&record(n).key, at).unwrap().is_none());
+        }
+        fs::write(dir.path().join(RESTING).join("junk"), "x").unwrap();
+        assert!(store.load().unwrap().records.is_empty());
+        let resting = store.resting().unwrap();
+        let since: Vec<_> = resting.iter().map(|r| r.since).collect();
+        let secs = |s| UNIX_EPOCH + Duration::from_secs(s);
+        assert_eq!(since, [secs(98), secs(99)]);
+        assert_eq!(resting[0].addresses, record(2).addresses);
+        store.done(&resting[0].path).unwrap();
+        assert_eq!(store.resting().unwrap().len(), 1);
     }
 
     #[test]

@@ -284,24 +284,17 @@ fn serve_cni(
     let settings = cni_api::Settings {
         mtu,
         node_ips: config.node_ips.clone(),
+        cool_down: Duration::from_secs(config.cni.address_cool_down_s.into()),
     };
     // Before any host port: they are on all addresses of the node.
     let surroundings = base.surroundings(&mut Netlink::open()?, &feed.state())?;
     programs.kernel.set_node_addresses(surroundings.nodes);
     let (feed, name) = (feed.clone(), config.node_name.clone());
-    let pod_cidrs: cni_api::PodCidrs = Arc::new(move || {
-        let state = feed.state();
-        let node = state.nodes.get(&name)?;
-        Some(
-            node.pod_cidrs
-                .iter()
-                .filter_map(|c| c.parse().ok())
-                .collect(),
-        )
-    });
+    let pod_ranges: cni_api::PodRanges =
+        Arc::new(move || cni_api::ranges::of_node(&feed.state(), &name));
     let programs: Arc<dyn PodPrograms> = Arc::new(programs);
     let attachments = Arc::new(
-        Attachments::start(store, programs, settings, pod_cidrs)
+        Attachments::start(store, programs, settings, pod_ranges)
             .context("adopt the pods of this node")?,
     );
     let socket = config.cni_socket();

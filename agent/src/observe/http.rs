@@ -154,6 +154,13 @@ fn respond(observe: &Observe, method: &Method, uri: &Uri, door: Door) -> Respons
         }
         ("/v1/status", Door::Unix) => json(&observe.status_report()),
         ("/v1/services", Door::Unix) => json(&observe.services_report()),
+        ("/v1/addresses", Door::Unix) => match observe.addresses_report() {
+            Some(addresses) => json(&addresses),
+            None => text(
+                StatusCode::SERVICE_UNAVAILABLE,
+                "the pods of this node are not adopted yet\n".into(),
+            ),
+        },
         ("/v1/flows", Door::Unix) => match observe.flows_report() {
             Some(flows) => json(&flows),
             None => text(

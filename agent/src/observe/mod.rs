@@ -24,8 +24,9 @@ use tokio_util::sync::CancellationToken;
 pub use collect::Dataplane;
 pub use health::{Check, Checks};
 pub use report::{
-    CollectorReport, CounterReport, DnsReport, FeedReport, FlowTableReport, FlowsReport,
-    LatencyReport, PortReport, ProgrammedReport, ServiceReport, StatusReport,
+    AddressesReport, AttachmentReport, CollectorReport, CounterReport, DnsReport, FeedReport,
+    FlowTableReport, FlowsReport, LatencyReport, PortReport, ProgrammedReport, RestingReport,
+    ServiceReport, StatusReport,
 };
 
 use crate::cni_api::Attachments;

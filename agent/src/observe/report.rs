@@ -1,12 +1,14 @@
 //! What `weirctl` shows, as data: the agent writes it as JSON, `weirctl` reads it.
 
 use std::collections::BTreeMap;
+use std::net::IpAddr;
 
 use control_api::desired::{DesiredState, Name};
 use control_api::v1;
 use serde::{Deserialize, Serialize};
 
 use super::{Check, Observe, collect, lock};
+use crate::cni_api::Record;
 use crate::compile::services::{Frontend, Owner};
 use crate::kernel::{CounterKind, FlowTableStatus, ServiceDetails};
 use crate::plan::services::{BackendUse, FrontendEntry, PresentBackend};
@@ -28,6 +30,35 @@ pub struct StatusReport {
     pub attached_pods: usize,
     pub flows: Option<FlowsReport>,
     pub dns: Option<DnsReport>,
+}
+
+/// What `weirctl ip list` shows.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct AddressesReport {
+    /// CIDRs that addresses come from.
+    pub ranges: Vec<String>,
+    /// Why no pod gets an address; empty when pods do.
+    pub problem: String,
+    pub attachments: Vec<AttachmentReport>,
+    pub resting: Vec<RestingReport>,
+}
+
+/// A pod's interface.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct AttachmentReport {
+    pub addresses: Vec<String>,
+    /// NAMESPACE/NAME, or empty where the runtime told none.
+    pub pod: String,
+    pub container_id: String,
+    pub interface: String,
+    pub host_link: String,
+}
+
+/// An address whose pod has gone and that nobody else gets yet.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct RestingReport {
+    pub address: String,
+    pub left_s: u64,
 }
 
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -207,6 +238,40 @@ impl Observe {
             drops: of(CounterKind::Drop),
             events: of(CounterKind::Forward),
             sockets: of(CounterKind::Socket),
+        })
+    }
+
+    pub(super) fn addresses_report(&self) -> Option<AddressesReport> {
+        let attachments = self.inner.attachments.get()?;
+        let texts = |addresses: &[IpAddr]| addresses.iter().map(ToString::to_string).collect();
+        let (ranges, problem) = match attachments.pod_ranges() {
+            Ok(ranges) => (ranges, String::new()),
+            Err(e) => (Vec::new(), e.to_string()),
+        };
+        let of_record = |record: Record| AttachmentReport {
+            addresses: texts(&record.addresses),
+            pod: if record.pod.name.is_empty() {
+                String::new()
+            } else {
+                format!("{}/{}", record.pod.namespace, record.pod.name)
+            },
+            host_link: record.key.host_name(),
+            container_id: record.key.container_id,
+            interface: record.key.if_name,
+        };
+        let mut records = attachments.records();
+        records.sort_by(|a, b| a.addresses.cmp(&b.addresses));
+        let resting = attachments.resting().into_iter();
+        Some(AddressesReport {
+            ranges: ranges.iter().map(ToString::to_string).collect(),
+            problem,
+            attachments: records.into_iter().map(of_record).collect(),
+            resting: resting
+                .map(|(address, left)| RestingReport {
+                    address: address.to_string(),
+                    left_s: left.as_secs(),
+                })
+                .collect(),
         })
     }
 

@@ -1,5 +1,6 @@
 //! `weirctl`: the operator's tool. Asks the agent of this node over its socket.
 
+mod addresses;
 mod policy;
 
 use std::fmt::Write as _;
@@ -58,6 +59,9 @@ enum Command {
     /// Network policies: what becomes of a packet and why, which there are, what staged ones would change.
     #[command(subcommand)]
     Policy(policy::PolicyCommand),
+    /// Addresses of this node's pods.
+    #[command(subcommand)]
+    Ip(addresses::IpCommand),
     /// The metrics in Prometheus' text form.
     Metrics,
 }
@@ -77,6 +81,7 @@ fn run(cli: &Cli) -> Result<ExitCode> {
     let mut code = ExitCode::SUCCESS;
     let text = match &cli.command {
         Command::Metrics => get(&socket, "/metrics")?,
+        Command::Ip(command) => addresses::run(&socket, command, cli.json)?,
         Command::Policy(command) => {
             let (text, said) = policy::run(&socket, command, cli.json)?;
             code = said;
