@@ -4,6 +4,7 @@
 //! packets. Nothing here decides where the dataplane sends queries.
 
 mod cache;
+pub mod corefile;
 mod forward;
 mod lookup;
 mod message;
