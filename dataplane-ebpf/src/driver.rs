@@ -112,7 +112,12 @@ where
     let mut packet = Packet::default();
     // SAFETY: a C structure of integers, for which zero is valid.
     let mut lookup: FibLookup = unsafe { zeroed() };
-    if !A::read_frame(context, &mut packet, &mut lookup) || !read_ports(context, &mut packet) {
+    if !A::read_frame(context, &mut packet, &mut lookup) {
+        return XDP_PASS;
+    }
+    // SAFETY: `read_frame` has filled the length in; every member of the union is a number.
+    let bytes = unsafe { lookup.__bindgen_anon_1.tot_len };
+    if !read_transport(context, &mut packet, bytes) {
         return XDP_PASS;
     }
     let decision = driver::at_driver(&mut MapTables, &packet);
@@ -161,8 +166,11 @@ where
     unsafe { bpf_redirect(lookup.ifindex, 0) as u32 }
 }
 
+/// Reads ports and flags. `bytes` is the length of the packet. False for what is left alone; so are packets whose
+/// checksum their sender has left to its device, for that is not known any more once they leave from here.
 #[inline(always)]
-fn read_ports<A: Frame>(context: &XdpContext, packet: &mut Packet<A>) -> bool {
+fn read_transport<A: Frame>(context: &XdpContext, packet: &mut Packet<A>, bytes: u16) -> bool {
+    let checksum;
     if packet.protocol == TCP {
         let Some(tcp) = header::<Tcp>(context, A::TRANSPORT) else {
             return false;
@@ -172,6 +180,7 @@ fn read_ports<A: Frame>(context: &XdpContext, packet: &mut Packet<A>) -> bool {
             packet.source_port = Port((*tcp).source);
             packet.destination_port = Port((*tcp).destination);
             packet.tcp_flags = u16::from_be((*tcp).offset_flags) as u8;
+            checksum = (*tcp).checksum;
         }
     } else if packet.protocol == UDP {
         let Some(udp) = header::<Udp>(context, A::TRANSPORT) else {
@@ -181,12 +190,20 @@ fn read_ports<A: Frame>(context: &XdpContext, packet: &mut Packet<A>) -> bool {
         unsafe {
             packet.source_port = Port((*udp).source);
             packet.destination_port = Port((*udp).destination);
+            checksum = (*udp).checksum;
         }
     } else {
         return false;
     }
     packet.flags = WITH_PORTS;
-    true
+    let length = bytes.wrapping_sub((A::TRANSPORT - ETHERNET_HEADER) as u16);
+    !checksum::is_unfinished(
+        checksum,
+        &packet.source,
+        &packet.destination,
+        packet.protocol,
+        length,
+    )
 }
 
 /// True for a frame to this machine: a switch that does not know where another one is sends its frames here too.

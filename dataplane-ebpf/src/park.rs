@@ -27,14 +27,11 @@ pub(crate) fn hand_over(context: &TcContext, hook: u32, link: u32) -> i32 {
     unsafe { bpf_redirect(link, 0) as i32 }
 }
 
-/// On fragments that were let in before. Nothing on the wire sets it.
-const TAKEN_BACK: u32 = 0x5745_4952;
-
 /// True once for a fragment that was parked after it had come through the overlay.
 #[inline(always)]
 pub(crate) fn is_taken_back(context: &TcContext) -> bool {
     // SAFETY: the context is valid for the program's run.
-    let taken = unsafe { (*context.skb.skb).mark } == TAKEN_BACK;
+    let taken = unsafe { (*context.skb.skb).mark } == park_mark::TAKEN_BACK;
     if taken {
         set_mark(context, 0);
     }
@@ -58,7 +55,7 @@ pub(crate) fn take_back(context: &TcContext) -> i32 {
     };
     if hook == Hook::Overlay as u32 {
         // Its tunnel key, which let it in, is gone by now.
-        set_mark(context, TAKEN_BACK);
+        set_mark(context, park_mark::TAKEN_BACK);
     }
     // SAFETY: plain numbers; the kernel looks the link up.
     unsafe { bpf_redirect(link, BPF_F_INGRESS.into()) as i32 }

@@ -386,3 +386,29 @@ fn datagrams_in_fragments_reach_backends_and_come_back() {
         Ok(())
     });
 }
+
+/// Between veth links nobody finishes checksums, and a frame that a driver's program sent out would leave with half of
+/// one: it has to leave such packets to the hook behind it.
+#[test]
+fn what_drivers_see_unfinished_arrives_whole() {
+    cluster(|c| {
+        let node = &c.nodes.nodes[0];
+        let (outside, clients) = node.outsider()?;
+        inside(&node.netns, || {
+            for uplink in ["eth0", "eth1"] {
+                node.kernel.attach_driver(uplink)?;
+            }
+            Ok(())
+        })?;
+        for (family, vip) in VIPS.into_iter().enumerate() {
+            let backend = [&c.far.v4, &c.far.v6][family].clone();
+            c.nodes.serve(vip, &[&backend])?;
+            for answer in both(c, &outside, vip, "far")? {
+                ensure!(answer.client.ip() == clients[family], "{answer:?}");
+                let node = c.nodes.nodes[0].addresses[family];
+                ensure!(answer.seen_as.ip() == node, "{answer:?}");
+            }
+        }
+        Ok(())
+    });
+}

@@ -134,8 +134,8 @@ impl Base {
             return;
         }
         if pair {
-            // Its packets come with checksums that are still to be completed, and its other end takes frames back only
-            // where it receives by polling.
+            // Its other end takes frames back only where it receives by polling, and nearly all packets come with
+            // checksums that are still to be finished, which the program leaves alone.
             tracing::info!(
                 uplink,
                 "no XDP program: the uplink is one end of a veth pair"

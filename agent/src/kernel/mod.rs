@@ -26,6 +26,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use control_api::desired::{Changes, DesiredState};
+use dataplane_common::fragment::park_mark;
 use dataplane_common::reason::{DropReason, Event, SocketEvent};
 
 use crate::compile::node_addresses::NodeAddresses;
@@ -643,10 +644,27 @@ impl Kernel {
         ifindex: u32,
     ) -> Result<TestRun, KernelError> {
         let links = Links {
-            at: ifindex,
             came_in_by,
+            ..Links::at(ifindex)
         };
         lock(&self.programs).test_run(program, packet, links, 1)
+    }
+
+    /// As [`Self::test_run`] for a packet that has come through the overlay. Test runs have no tunnel key, so it counts
+    /// as one that was let in before and parked.
+    ///
+    /// # Errors
+    /// [`KernelError`] when the kernel cannot run it.
+    pub fn test_run_from_overlay(
+        &self,
+        packet: &[u8],
+        ifindex: u32,
+    ) -> Result<TestRun, KernelError> {
+        let links = Links {
+            mark: park_mark::TAKEN_BACK,
+            ..Links::at(ifindex)
+        };
+        lock(&self.programs).test_run(Program::FromOverlay, packet, links, 1)
     }
 
     /// As [`Self::test_run`], for a program that costs what the kernel itself costs.

@@ -376,12 +376,18 @@ pub(super) struct Links {
     pub(super) at: u32,
     /// Zero for packets of the node's own stack on their way out.
     pub(super) came_in_by: u32,
+    /// The packet's, as the kernel keeps it.
+    pub(super) mark: u32,
 }
 
 impl Links {
     /// The link alone.
     pub(super) fn at(at: u32) -> Self {
-        Self { at, came_in_by: 0 }
+        Self {
+            at,
+            came_in_by: 0,
+            mark: 0,
+        }
     }
 }
 
@@ -392,12 +398,14 @@ fn run_on(
     repeat: u32,
 ) -> Result<TestRun, aya::programs::ProgramError> {
     /// Offsets of fields in the kernel's `__sk_buff`, and how much of it is given.
+    const MARK: usize = 8;
     const INGRESS_IFINDEX: usize = 36;
     const IFINDEX: usize = 40;
     const CONTEXT: usize = 192;
     const HEADROOM: usize = 256;
     let mut context = [0u8; CONTEXT];
     context[IFINDEX..IFINDEX + 4].copy_from_slice(&links.at.to_ne_bytes());
+    context[MARK..MARK + 4].copy_from_slice(&links.mark.to_ne_bytes());
     context[INGRESS_IFINDEX..INGRESS_IFINDEX + 4].copy_from_slice(&links.came_in_by.to_ne_bytes());
     let mut output = vec![0u8; packet.len() + HEADROOM];
     let mut options = TestRunOptions::new();

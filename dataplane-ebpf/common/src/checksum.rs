@@ -65,3 +65,24 @@ pub fn apply(checksum: u16, difference: u32) -> u16 {
     sum = (sum & 0xffff) + (sum >> 16);
     !(sum as u16)
 }
+
+/// True when a transport checksum covers no more than the pseudo header: whoever sent the packet left the rest to its
+/// device (the kernel's `CHECKSUM_PARTIAL`), and said so in a place that a driver's program cannot see. One finished
+/// checksum in 65,535 looks the same. `length` is that of the transport header and what follows it, in bytes.
+#[inline(always)]
+#[must_use]
+pub fn is_unfinished<A: Family>(
+    checksum: u16,
+    source: &A,
+    destination: &A,
+    protocol: u8,
+    length: u16,
+) -> bool {
+    let mut sum = (protocol as u16).to_be() as u64 + length.to_be() as u64;
+    let mut index = 0;
+    while index < A::WORDS {
+        sum += source.word(index) as u64 + destination.word(index) as u64;
+        index += 1;
+    }
+    !apply(u16::MAX, fold32(sum)) == checksum
+}

@@ -103,6 +103,9 @@ pub mod park_mark {
     /// Locally administered.
     const FIRST: u8 = 0x02;
 
+    /// The kernel's mark on fragments that were let in before they were parked. Nothing on the wire sets it.
+    pub const TAKEN_BACK: u32 = 0x5745_4952;
+
     #[inline(always)]
     #[must_use]
     pub const fn write(hook: u32, ifindex: u32) -> [u8; 6] {

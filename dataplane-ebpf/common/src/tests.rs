@@ -3,6 +3,7 @@
 mod arithmetic;
 mod collect;
 mod echo;
+mod entries;
 mod fragments;
 mod histories;
 mod icmp;

@@ -244,6 +244,42 @@ impl Node {
         })
     }
 
+    /// A machine outside the cluster, on an uplink `eth1` of this node and with routes to the service ranges through it.
+    /// Returns it with its addresses.
+    ///
+    /// # Errors
+    /// Says which part could not be made.
+    pub fn outsider(&self) -> Result<(File, [IpAddr; 2])> {
+        let netns = namespace()?;
+        let ours: [IpAddr; 2] = ["198.51.100.1".parse()?, "2001:db8:51::1".parse()?];
+        let theirs: [IpAddr; 2] = ["198.51.100.9".parse()?, "2001:db8:51::9".parse()?];
+        inside(&self.netns, || {
+            let end = |name, last, netns| VethEnd {
+                name,
+                mac: [2, 0, 0, 0, 9, last],
+                netns,
+            };
+            let far = end("eth0", 2, Some(netns.as_fd()));
+            Netlink::open()?.create_veth(&end("eth1", 1, None), &far, 1500)?;
+            set_sysctls(&["eth1".to_owned()])?;
+            neighbours("eth1", &ours, &theirs)?;
+            Ok(self.kernel.attach_uplink("eth1")?)
+        })?;
+        inside(&netns, || {
+            let link = neighbours("eth0", &theirs, &ours)?;
+            for (range, gateway) in ["10.96.0.0/16", "fd00:96::/112"].iter().zip(ours) {
+                let path = RoutePath::Via {
+                    gateway,
+                    link,
+                    source: None,
+                };
+                Netlink::open()?.add_route(range.parse()?, path)?;
+            }
+            Ok(())
+        })?;
+        Ok((netns, theirs))
+    }
+
     /// A pod on this node, with `number` as the last part of its addresses.
     ///
     /// # Errors
@@ -301,6 +337,19 @@ impl Node {
             v6: v6.to_string(),
         })
     }
+}
+
+/// Takes a link up, with these addresses and routes to the others. Returns its index.
+fn neighbours(name: &str, own: &[IpAddr], others: &[IpAddr]) -> Result<u32> {
+    let mut netlink = Netlink::open()?;
+    let link = netlink.link(name)?.context("the link")?.index;
+    netlink.set_link_up(link, true)?;
+    for (own, other) in own.iter().zip(others) {
+        netlink.add_host_address(link, *own)?;
+        let source = Some(*own);
+        netlink.add_route((*other).into(), RoutePath::Link { link, source })?;
+    }
+    Ok(link)
 }
 
 fn uplink(netlink: &mut Netlink, addresses: &[IpAddr], number: u8) -> Result<()> {

@@ -72,20 +72,36 @@ impl Packet {
     pub fn to_bytes(&self) -> Vec<u8> {
         let mut transport = self.transport();
         if self.checksum {
-            let sum = pseudo_sum(
-                self.source.ip(),
-                self.destination.ip(),
-                self.protocol,
-                &transport,
-            );
-            let sum = if sum == 0 && self.protocol == UDP {
-                0xffff
-            } else {
-                sum
+            let sum = match self.sum(&transport) {
+                0 if self.protocol == UDP => 0xffff,
+                sum => sum,
             };
-            let at = if self.protocol == TCP { 16 } else { 6 };
-            transport[at..at + 2].copy_from_slice(&sum.to_be_bytes());
+            self.set_checksum(&mut transport, sum);
         }
+        self.frame(&transport)
+    }
+
+    /// With the sum of the pseudo header in the place of the transport checksum: what a sender leaves to its device to
+    /// finish.
+    #[must_use]
+    pub fn to_bytes_unfinished(&self) -> Vec<u8> {
+        let mut transport = self.transport();
+        let pseudo_header = !self.sum(&vec![0; transport.len()]);
+        self.set_checksum(&mut transport, pseudo_header);
+        self.frame(&transport)
+    }
+
+    fn sum(&self, transport: &[u8]) -> u16 {
+        let (source, destination) = (self.source.ip(), self.destination.ip());
+        pseudo_sum(source, destination, self.protocol, transport)
+    }
+
+    fn set_checksum(&self, transport: &mut [u8], sum: u16) {
+        let at = if self.protocol == TCP { 16 } else { 6 };
+        transport[at..at + 2].copy_from_slice(&sum.to_be_bytes());
+    }
+
+    fn frame(&self, transport: &[u8]) -> Vec<u8> {
         let mut bytes = Vec::new();
         bytes.extend(self.destination_mac);
         bytes.extend(self.source_mac);

@@ -12,13 +12,15 @@ use control_api::v1::{
 };
 use nix::mount::{MsFlags, mount};
 use nix::sched::{CloneFlags, unshare};
+use weir_agent::compile::peers::Tunnel;
 use weir_agent::compile::routes::Path as RoutePath;
 use weir_agent::compile::surroundings::{Choices, surroundings};
 use weir_agent::kernel::{
-    HostLink, Kernel, Limits, NodeIdentity, PodLink, PodPrograms, Program, TestRun,
+    HostLink, Kernel, Limits, NodeIdentity, OverlayLink, PodLink, PodPrograms, Program, TestRun,
 };
 use weir_agent::netlink::Netlink;
 use weir_agent::netlink::link::VethEnd;
+use weir_agent::netlink::overlay;
 
 use super::packet::{TCP, UDP};
 
@@ -38,6 +40,8 @@ pub const POD_A: (&str, &str) = ("10.244.1.2", "fd00:244:1::2");
 pub const POD_B: (&str, &str) = ("10.244.1.3", "fd00:244:1::3");
 /// A pod of the other node.
 pub const POD_FAR: (&str, &str) = ("10.244.2.2", "fd00:244:2::2");
+/// Of all its pods.
+const PEER_RANGES: (&str, &str) = ("10.244.2.0/24", "fd00:244:2::/64");
 
 /// A pod's link, made for the test.
 #[derive(Clone, Debug)]
@@ -142,6 +146,33 @@ impl World {
         let surroundings = surroundings(&self.desired, "n1", &addresses, &Choices::default());
         self.kernel.set_surroundings(&surroundings)?;
         self.apply()
+    }
+
+    /// Gives the node an overlay, through which the pods of the other node can be reached besides. Returns its device.
+    ///
+    /// # Errors
+    /// When the device cannot be made or the maps not be changed.
+    pub fn overlay(&self) -> Result<u32> {
+        const PORT: u16 = 8472;
+        const MTU: u32 = 1450;
+        let device = overlay::ensure(&mut Netlink::open()?, PORT, MTU)?;
+        self.kernel.set_overlay(Some(&OverlayLink {
+            name: device.name,
+            ifindex: device.index,
+            network: 87,
+            port: PORT,
+        }))?;
+        let addresses: Vec<IpAddr> = vec![NODE_V4.parse()?, NODE_V6.parse()?];
+        let mut surroundings = surroundings(&self.desired, "n1", &addresses, &Choices::default());
+        let tunnel = Tunnel {
+            remote: PEER_V4.parse()?,
+            mtu: MTU,
+            needed: false,
+        };
+        let ranges = [PEER_RANGES.0.parse()?, PEER_RANGES.1.parse()?];
+        surroundings.add_tunnels(&ranges.map(|range| (range, tunnel)).into());
+        self.kernel.set_surroundings(&surroundings)?;
+        Ok(device.index)
     }
 
     /// Ends the service at `address`.
@@ -358,8 +389,8 @@ fn pod(netlink: &mut Netlink, name: &str, number: u8, addresses: (&str, &str)) -
 fn uplink(netlink: &mut Netlink) -> Result<u32> {
     let (uplink, _) = veth(netlink, "uplink", "wire", UPLINK_NUMBER)?;
     for (own, peer, range) in [
-        (NODE_V4, PEER_V4, "10.244.2.0/24"),
-        (NODE_V6, PEER_V6, "fd00:244:2::/64"),
+        (NODE_V4, PEER_V4, PEER_RANGES.0),
+        (NODE_V6, PEER_V6, PEER_RANGES.1),
     ] {
         let (own, gateway): (IpAddr, IpAddr) = (own.parse()?, peer.parse()?);
         netlink.add_host_address(uplink, own)?;

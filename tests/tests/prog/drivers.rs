@@ -10,7 +10,7 @@ use weir_tests::prog::world::{PEER_MAC, PEER_V4, PEER_V6, UPLINK_MAC, World};
 use super::{Family, LIMITS, PASS, REDIRECT, at, each, run};
 
 /// Verdicts of the drivers' program.
-const XDP_PASS: i32 = 2;
+pub(crate) const XDP_PASS: i32 = 2;
 const XDP_TX: i32 = 3;
 
 /// A client outside the cluster, behind the other node.
@@ -31,7 +31,10 @@ pub(crate) fn outside(world: &World, f: Family) -> Result<&'static str> {
 
 /// A frame to the node.
 fn to_node(packet: &Packet) -> Vec<u8> {
-    let mut frame = packet.to_bytes();
+    addressed(packet.to_bytes())
+}
+
+fn addressed(mut frame: Vec<u8>) -> Vec<u8> {
     frame[..6].copy_from_slice(&UPLINK_MAC);
     frame
 }
@@ -158,6 +161,20 @@ fn drivers_take_a_hop_and_leave_packets_without_one_to_the_stack() {
             frame_left_alone(world, &last, "the stack tells its sender")?;
         }
         Ok(())
+    });
+}
+
+/// Between veth links checksums are finished by nobody, and a frame that a driver sends out has lost the note of it.
+#[test]
+fn drivers_leave_packets_whose_checksum_is_not_finished() {
+    each(|world, f, protocol| {
+        let client = outside(world, f)?;
+        world.serve(f.vip, &[f.far])?;
+        let request = Packet::new(protocol, &at(client, 40_000), &at(f.vip, 80));
+        run(world, Program::FromNetwork, &request, world.uplink)?;
+        sent_on(world, &request)?;
+        let unfinished = addressed(request.to_bytes_unfinished());
+        frame_left_alone(world, &unfinished, "the checksum is of the pseudo header")
     });
 }
 

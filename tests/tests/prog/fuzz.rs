@@ -1,4 +1,4 @@
-//! Arbitrary frames at every hook, a few at a time, so that they meet the flows of those before them. Bounded by
+//! Arbitrary frames at every hook that frames meet, the drivers' among them, a few at a time, so that they meet the flows of those before them. Bounded by
 //! default; `WEIR_FUZZ_CASES` runs more histories, `WEIR_FUZZ_SEED` other ones.
 //!
 //! Named invariants: a frame that goes on keeps its length and what its checksums were off by (a broken packet stays
@@ -17,22 +17,31 @@ use weir_tests::prog::packet::{Packet, TCP, UDP};
 use weir_tests::prog::policies::Policies;
 use weir_tests::prog::world::{NODE_V4, NODE_V6, PEER_V4, PEER_V6, World, received, unable};
 
+use super::drivers::XDP_PASS;
 use super::{DROP, FAMILIES, Family, LIMITS, at};
 
 const CASES: u32 = 1_500;
 const SEED: u64 = 0x7765_6972;
-const HOOKS: [Program; 5] = [
-    Program::FromPod,
-    Program::ToPod,
-    Program::FromNetwork,
-    Program::ToNetwork,
-    Program::FromSelf,
+/// `None` is the program at an uplink's driver. What it does, only flows from the network can show.
+const HOOKS: [Option<Program>; 12] = [
+    Some(Program::FromNetwork),
+    Some(Program::FromNetwork),
+    None,
+    Some(Program::FromPod),
+    Some(Program::ToPod),
+    Some(Program::FromNetwork),
+    Some(Program::ToNetwork),
+    Some(Program::FromOverlay),
+    Some(Program::ToOverlay),
+    Some(Program::FromSelf),
+    Some(Program::FromPark),
+    None,
 ];
 
 /// A frame on its way to a hook.
 #[derive(Clone, Debug)]
 struct Arrival {
-    hook: Program,
+    hook: Option<Program>,
     /// Which of the world's links.
     link: usize,
     frame: Vec<u8>,
@@ -58,12 +67,12 @@ enum Damage {
 
 fn addresses(f: Family) -> Vec<&'static str> {
     let v6 = f.vip.contains(':');
-    let (node, peer, outside) = if v6 {
-        (NODE_V6, PEER_V6, "2001:db8:99::9")
+    let (node, peer) = if v6 {
+        (NODE_V6, PEER_V6)
     } else {
-        (NODE_V4, PEER_V4, "198.51.100.9")
+        (NODE_V4, PEER_V4)
     };
-    vec![f.vip, f.other_vip, f.a, f.b, f.far, node, peer, outside]
+    vec![f.vip, f.other_vip, f.a, f.b, f.far, node, peer, outside(f)]
 }
 
 fn damage() -> impl Strategy<Value = Damage> {
@@ -146,7 +155,24 @@ fn frame(f: Family) -> impl Strategy<Value = Vec<u8>> {
             frame.extend(rest);
             frame
         });
-    prop_oneof![9 => built, 1 => noise]
+    let clients = vec![f.a, f.b, outside(f)];
+    let asked = (
+        select(vec![TCP, UDP]),
+        select(clients),
+        select(vec![f.vip, f.other_vip]),
+    )
+        .prop_map(|(protocol, source, service)| {
+            Packet::new(protocol, &at(source, 40_000), &at(service, 80)).to_bytes()
+        });
+    prop_oneof![9 => built, 4 => asked, 1 => noise]
+}
+
+fn outside(f: Family) -> &'static str {
+    if f.vip.contains(':') {
+        "2001:db8:51::9"
+    } else {
+        "198.51.100.9"
+    }
 }
 
 fn arrivals(f: Family) -> impl Strategy<Value = Vec<Arrival>> {
@@ -165,11 +191,22 @@ fn arrivals(f: Family) -> impl Strategy<Value = Vec<Arrival>> {
             forwarded,
             policy,
         });
-    vec(arrival, 1..6)
+    // The same frame once more, elsewhere.
+    vec((arrival, any::<bool>()), 1..6).prop_map(|arrivals| {
+        let mut all: Vec<Arrival> = Vec::new();
+        for (mut arrival, again) in arrivals {
+            if let Some(last) = all.last().filter(|_| again) {
+                arrival.frame.clone_from(&last.frame);
+            }
+            all.push(arrival);
+        }
+        all
+    })
 }
 
 /// Runs one frame and judges what comes out.
-fn judge(world: &World, policies: &mut Policies, arrival: &Arrival) -> Result<()> {
+fn judge(world: &Entries, policies: &mut Policies, arrival: &Arrival) -> Result<()> {
+    let Entries { world, overlay } = world;
     let links = [
         world.a.link.ifindex,
         world.b.link.ifindex,
@@ -189,13 +226,29 @@ fn judge(world: &World, policies: &mut Policies, arrival: &Arrival) -> Result<()
         policies.set_pod(world.a.link.ifindex, 1, flags)?;
         policies.bump()?;
     }
-    let came_in_by = u32::from(arrival.forwarded && arrival.hook == Program::ToPod);
     let link = links[arrival.link];
-    let frame = received(arrival.hook, &arrival.frame);
-    let output = world
-        .kernel
-        .test_run_forwarded(arrival.hook, &frame, came_in_by, link)?;
-    if output.verdict == DROP {
+    let frame = received(arrival.hook.unwrap_or(Program::FromNetwork), &arrival.frame);
+    let kernel = &world.kernel;
+    let output = match arrival.hook {
+        None => {
+            let output = kernel.test_run_driver(&frame, world.uplink, 1)?;
+            let passed = output.verdict == XDP_PASS;
+            ensure!(!passed || output.packet == frame, "changed and passed");
+            output
+        }
+        Some(Program::FromOverlay) => kernel.test_run_from_overlay(&frame, *overlay)?,
+        Some(hook) => {
+            let egress = [Program::ToPod, Program::ToOverlay].contains(&hook);
+            let came_in_by = u32::from(arrival.forwarded && egress);
+            let at = if hook == Program::ToOverlay {
+                *overlay
+            } else {
+                link
+            };
+            kernel.test_run_forwarded(hook, &frame, came_in_by, at)?
+        }
+    };
+    if output.verdict == DROP && arrival.hook.is_some() {
         return Ok(());
     }
     let whole = frame::residue(&output.packet) == Residue::GOOD;
@@ -220,6 +273,13 @@ fn judge(world: &World, policies: &mut Policies, arrival: &Arrival) -> Result<()
     Ok(())
 }
 
+/// What frames are thrown at.
+struct Entries {
+    world: World,
+    /// The overlay's device.
+    overlay: u32,
+}
+
 fn number(name: &str, default: u64) -> u64 {
     std::env::var(name)
         .ok()
@@ -231,6 +291,10 @@ fn fuzz(f: Family) -> Result<()> {
     let mut world = World::new(LIMITS)?;
     world.serve(f.vip, &[f.far, f.b, f.a])?;
     world.serve(f.other_vip, &[f.far])?;
+    super::drivers::outside(&world, f)?;
+    let overlay = world.overlay()?;
+    let entries = Entries { world, overlay };
+    let world = &entries.world;
     let policies = RefCell::new(Policies::open(&world.bpffs)?);
     let config = Config {
         cases: u32::try_from(number("WEIR_FUZZ_CASES", CASES.into()))?,
@@ -240,7 +304,7 @@ fn fuzz(f: Family) -> Result<()> {
     };
     let result = TestRunner::new(config).run(&arrivals(f), |arrivals| {
         for arrival in &arrivals {
-            judge(&world, &mut policies.borrow_mut(), arrival)
+            judge(&entries, &mut policies.borrow_mut(), arrival)
                 .map_err(|error| TestCaseError::fail(format!("{error:#}")))?;
         }
         Ok(())
@@ -250,10 +314,14 @@ fn fuzz(f: Family) -> Result<()> {
         .context("frames")?;
     let malformed = world.counter("malformed")?;
     let created = world.counter("flow_created")?;
-    println!("{}: {malformed} malformed, {created} flows", f.vip);
     let denied = world.counter("policy_ingress")? + world.counter("policy_pending")?;
+    let led_on = world.counter("forwarded_at_driver")?;
+    println!(
+        "{}: {malformed} malformed, {created} flows, {led_on} led on at the driver",
+        f.vip
+    );
     ensure!(
-        malformed > 0 && created > 0 && denied > 0,
+        malformed > 0 && created > 0 && denied > 0 && led_on > 0,
         "the frames missed what they are for"
     );
     Ok(())

@@ -2,7 +2,8 @@
 
 use proptest::prelude::*;
 
-use crate::checksum::{address_difference, apply, port_difference};
+use crate::address::{TCP, UDP};
+use crate::checksum::{address_difference, apply, is_unfinished, port_difference};
 use crate::{ABI_VERSION, Port, V4, V6};
 
 fn sum(words: &[u8]) -> u16 {
@@ -47,6 +48,27 @@ proptest! {
         );
         let after = u16::from_be(apply(before.to_be(), difference));
         prop_assert!(same(after, sum(&[&new[0][..], &new[1], &rest].concat())));
+    }
+
+    /// Of a pseudo header's sum nothing is ever 0 but the sum of zeroes, which no addresses have.
+    #[test]
+    fn a_checksum_of_the_pseudo_header_alone_is_unfinished(
+        source in any::<[u8; 16]>(), destination in any::<[u8; 16]>(), length in 8_u16..,
+        tcp in any::<bool>(), short in any::<bool>(), off_by in 1_u16..,
+    ) {
+        let protocol = if tcp { TCP } else { UDP };
+        let [high, low] = length.to_be_bytes();
+        let rest = [0, protocol, high, low];
+        let is_unfinished = |checksum: u16| if short {
+            let quad = |a: [u8; 16]| V4::new([a[0], a[1], a[2], a[3]]);
+            is_unfinished(checksum, &quad(source), &quad(destination), protocol, length)
+        } else {
+            is_unfinished(checksum, &V6::new(source), &V6::new(destination), protocol, length)
+        };
+        let bytes = if short { 4 } else { 16 };
+        let pseudo = !sum(&[&source[..bytes], &destination[..bytes], &rest].concat());
+        prop_assert!(is_unfinished(pseudo.to_be()));
+        prop_assert!(!is_unfinished(pseudo.wrapping_add(off_by).to_be()));
     }
 
     #[test]
