@@ -17,7 +17,9 @@ use std::time::Duration;
 use anyhow::{Context, Result, ensure};
 use weir_agent::kernel::{Limits, PodPrograms, Program};
 use weir_tests::prog::packet::{ACK, FIN, Packet, RST, SYN, TCP, UDP};
-use weir_tests::prog::world::{NODE_V4, NODE_V6, POD_A, POD_B, POD_FAR, PROTOCOLS, World, unable};
+use weir_tests::prog::world::{
+    NODE_V4, NODE_V6, POD_A, POD_B, POD_FAR, PROTOCOLS, World, attach_open_pod, unable,
+};
 
 /// Verdicts of the programs.
 const PASS: i32 = -1;
@@ -350,6 +352,14 @@ fn a_link_without_an_entry_sends_nothing() {
         );
         world.kernel.attach_pod(&world.a.link)?;
         ensure!(world.kernel.is_attached(&world.a.link));
+        let (verdict, _) = run(world, Program::FromPod, &packet, world.a.link.ifindex)?;
+        ensure!(
+            verdict == DROP && world.counter("policy_pending")? == 1,
+            "a pod of which nobody entered a policy is shut"
+        );
+        attach_open_pod(&world.kernel, &world.a.link)?;
+        let (verdict, _) = run(world, Program::FromPod, &packet, world.a.link.ifindex)?;
+        ensure!(verdict == REDIRECT);
         Ok(())
     });
 }

@@ -105,7 +105,7 @@ pub struct ProgramSize {
 /// What the CNI room needs of the dataplane: a seam with three occupants (real, fake, faulty).
 pub trait PodPrograms: Send + Sync {
     /// Attaches the pod programs to the host side and enters the pod in the local endpoint tables. Safe to repeat.
-    /// When this returns, the first packet of the pod meets its programs.
+    /// When this returns, the first packet of the pod meets its programs; a pod of which no policy was entered is shut.
     ///
     /// # Errors
     /// [`AttachError`] names the link and the step; nothing is left behind.

@@ -25,7 +25,12 @@ fn failed(step: &'static str, ifindex: u32) -> impl FnOnce(PolicyError) -> Attac
 
 impl PodPrograms for Enforced {
     fn attach_pod(&self, link: &PodLink) -> Result<(), AttachError> {
-        self.kernel.attach_pod(link)
+        let attached = self.kernel.attach_pod(link);
+        if attached.is_err() {
+            // Its entry went with the rest of it: whoever tries again enters it again.
+            let _ = self.enforcer.leave(link.ifindex);
+        }
+        attached
     }
 
     fn detach_pod(&self, ifindex: u32, addresses: &[IpAddr]) -> Result<(), AttachError> {

@@ -204,6 +204,20 @@ fn pods_of_an_agent_without_policies_go_on() {
     }
 }
 
+/// What could not be attached is entered again by whoever tries again: nothing is left open, nothing shut for ever.
+#[test]
+fn a_pod_that_was_not_attached_is_entered_anew() {
+    let node = Node::new();
+    let agent = node.agent(&DesiredState::default());
+    agent.apply(&state(), &Changes::everything()).unwrap();
+    agent.enter(7, &pod("a", 1)).unwrap();
+    // As the programs do when one of their steps fails.
+    agent.leave(7).unwrap();
+    assert_eq!(node.maps.pod(7), None);
+    agent.enter(7, &pod("a", 1)).unwrap();
+    assert!(node.maps.lets_in(7, FRIEND) && !node.maps.lets_in(7, STRANGER));
+}
+
 #[test]
 fn an_add_goes_on_when_its_pod_becomes_known() {
     let node = Node::new();

@@ -194,7 +194,8 @@ impl<A: Family> Flow<A> {
     #[inline(always)]
     #[must_use]
     pub fn is_settled(&self, generation: u32) -> bool {
-        self.policy_generation == generation && self.policy_verdict & verdict::DENIED == 0
+        let policy = self.policy;
+        policy.generation() == generation && policy.verdict() & verdict::DENIED == 0
     }
 
     /// Whether a client's packet may use this flow. `state` is the present word of the flow's backend id.

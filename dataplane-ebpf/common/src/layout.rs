@@ -34,10 +34,7 @@ pub struct Flow<A> {
     /// State word of the backend when the flow was made; another generation there means that it is gone.
     pub backend_state: u32,
     pub service_id: u32,
-    /// [`PolicyState::generation`] when the policies were asked about this flow.
-    pub policy_generation: u32,
-    /// What they said, see [`crate::policy::verdict`].
-    pub policy_verdict: u32,
+    pub policy: Remembered,
     /// Seconds of the monotonic clock, as all times here.
     pub created_s: u32,
     pub client_seen_s: u32,
@@ -50,6 +47,34 @@ pub struct Flow<A> {
     pub flags: u32,
     /// [`Node::generation`] when a direct flow was last compared with the frontends.
     pub generation: u32,
+}
+
+/// What the policies said of a flow, and when: one word, which is read and written as one. Two CPUs that judge a flow while
+/// the policies change cannot leave the older verdict with the newer generation.
+#[repr(transparent)]
+#[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
+pub struct Remembered(u64);
+
+impl Remembered {
+    /// `verdict` as in [`crate::policy::verdict`]; `generation` is [`PolicyState::generation`] before the policies were asked.
+    #[inline(always)]
+    #[must_use]
+    pub const fn new(verdict: u32, generation: u32) -> Self {
+        Self((verdict as u64) << 32 | generation as u64)
+    }
+
+    #[inline(always)]
+    #[must_use]
+    pub const fn verdict(self) -> u32 {
+        (self.0 >> 32) as u32
+    }
+
+    #[allow(clippy::cast_possible_truncation, reason = "the lower half")]
+    #[inline(always)]
+    #[must_use]
+    pub const fn generation(self) -> u32 {
+        self.0 as u32
+    }
 }
 
 /// The flow goes through a service port; without it client and backend talk to each other directly.
@@ -470,18 +495,21 @@ pub struct PolicyState {
 }
 
 macro_rules! assert_layout {
-    ($($layout:ty = $size:literal),+ $(,)?) => {
-        $(const _: () = assert!(core::mem::size_of::<$layout>() == $size && core::mem::align_of::<$layout>() == 4);)+
+    ($($layout:ty = $size:literal),+; aligned to $align:literal) => {
+        $(const _: () = assert!(core::mem::size_of::<$layout>() == $size && core::mem::align_of::<$layout>() == $align);)+
     };
 }
 
 assert_layout! {
     AffinityKey<V4> = 8, AffinityKey<V6> = 20, Affinity = 12, FragmentKey<V4> = 16, FragmentKey<V6> = 40, Datagram = 20, Park = 8,
-    FlowKey<V4> = 16, FlowKey<V6> = 40, Flow<V4> = 64, Flow<V6> = 88, FrontendKey<V4> = 8, FrontendKey<V6> = 20,
+    FlowKey<V4> = 16, FlowKey<V6> = 40, FrontendKey<V4> = 8, FrontendKey<V6> = 20,
     Frontend = 24, SlotKey = 8, SlotBlock = 64, Backend<V4> = 12, Backend<V6> = 24, Endpoint = 20, Link = 24, Node<V4> = 52,
     Node<V6> = 64, MaglevKey = 8, MaglevBlock = 256, SourceRangeKey<V4> = 12, SourceRangeKey<V6> = 24, RangeKey<V4> = 8,
-    RangeKey<V6> = 20, Range = 24, PodPolicy = 8, PolicyRuleKey = 16, PolicyRule = 16, PolicyState = 4,
+    RangeKey<V6> = 20, Range = 24, PodPolicy = 8, PolicyRuleKey = 16, PolicyRule = 16, PolicyState = 4;
+    aligned to 4
 }
+
+assert_layout! { Flow<V4> = 64, Flow<V6> = 88; aligned to 8 }
 
 impl<A: Family> FlowKey<A> {
     /// The same number on every node for the same 5-tuple.
@@ -535,8 +563,7 @@ impl<A: Family> Flow<A> {
             backend_id: 0,
             backend_state: 0,
             service_id: 0,
-            policy_generation: 0,
-            policy_verdict: 0,
+            policy: Remembered::default(),
             created_s: now_s,
             client_seen_s: now_s,
             server_seen_s: 0,

@@ -8,7 +8,7 @@ use crate::icmp::is_virtual;
 use crate::layout::{
     ENDPOINT_NODE, ENDPOINT_NODE_PORTS, ENDPOINT_PEER, FLOW_INBOUND, FLOW_MASQUERADED, FLOW_PLAIN,
     FLOW_SERVICE, FRONTEND_EXTERNAL_SCOPE, Flow, FrontendKey, NODE_MASQUERADE, Park, RANGE_OWN,
-    RANGE_SERVICE, SCOPE_ALL, SCOPE_EXTERNAL,
+    RANGE_SERVICE, Remembered, SCOPE_ALL, SCOPE_EXTERNAL,
 };
 use crate::overlay;
 use crate::packet::{Action, Decision, LATER_FRAGMENT, Packet, tcp};
@@ -143,8 +143,7 @@ pub fn open<A: Family, T: Tables<A>>(
         return Decision::drop(packet, verdict.reason);
     }
     service::remember(tables, packet, flow, plan.affinity_s);
-    flow.policy_generation = generation;
-    flow.policy_verdict = verdict.word;
+    flow.policy = Remembered::new(verdict.word, generation);
     if flow.flags == 0 && has_judged_answers(hook, packet, &verdict) {
         flow.flags = FLOW_PLAIN;
     }
@@ -268,7 +267,7 @@ fn own<A: Family, T: Tables<A>>(
 ) -> Decision<A> {
     scratch.flow = Flow::of_packet(packet, tables.now_s());
     scratch.flow.flags = FLOW_PLAIN;
-    scratch.flow.policy_generation = generation;
+    scratch.flow.policy = Remembered::new(Verdict::UNASKED.word, generation);
     track(tables, packet, scratch);
     Decision::untouched(packet, Action::Stack)
 }
@@ -488,8 +487,7 @@ fn track<A: Family, T: Tables<A>>(
         if scratch.flow.flags & FLOW_SERVICE == 0 {
             // Looked at again since frontends changed: it is still nobody's.
             present.generation = scratch.flow.generation;
-            present.policy_verdict = scratch.flow.policy_verdict;
-            present.policy_generation = scratch.flow.policy_generation;
+            present.policy = scratch.flow.policy;
             present.note_client(packet.tcp_flags, scratch.flow.client_seen_s);
             return Translated::forward(packet, present);
         }

@@ -6,7 +6,7 @@ use crate::flow::Fitness;
 use crate::icmp::Related;
 use crate::layout::{
     ENDPOINT_NODE, ENDPOINT_PEER, ENDPOINT_READY, Endpoint, FLOW_DSR, FLOW_PLAIN, FLOW_SERVICE,
-    Flow, FlowKey, FrontendKey, LINK_HAS_V4, LINK_HAS_V6, LINK_HOST, Link, SCOPE_ALL,
+    Flow, FlowKey, FrontendKey, LINK_HAS_V4, LINK_HAS_V6, LINK_HOST, Link, Remembered, SCOPE_ALL,
 };
 use crate::packet::{Action, Decision, Packet, Translation};
 use crate::policy::{Ends, Verdict, judge};
@@ -478,16 +478,15 @@ pub fn settle<A: Family, T: Tables<A>>(
         None => return undecided(packet),
     };
     let ends = Ends::of_flow(&scratch.key, &flow);
-    let verdict = if flow.policy_generation == generation {
-        Verdict::of_word(flow.policy_verdict)
+    let verdict = if flow.policy.generation() == generation {
+        Verdict::of_word(flow.policy.verdict())
     } else {
         let verdict = judge(tables, &ends);
         // A verdict that came late must not be taken for one on the policies of now.
         if tables.policy_generation() == generation
             && let Some(flow) = tables.flow(&scratch.key)
         {
-            flow.policy_verdict = verdict.word;
-            flow.policy_generation = generation;
+            flow.policy = Remembered::new(verdict.word, generation);
         }
         verdict
     };

@@ -15,9 +15,7 @@ use nix::mount::{MsFlags, mount};
 use nix::sched::{CloneFlags, setns, unshare};
 use weir_agent::compile::routes::{GATEWAY_V4, GATEWAY_V6, Path as RoutePath, gateway_for};
 use weir_agent::compile::surroundings::{Choices, surroundings};
-use weir_agent::kernel::{
-    HostLink, Kernel, Limits, NodeIdentity, PodLink, PodPrograms, namespace_cookie,
-};
+use weir_agent::kernel::{HostLink, Kernel, Limits, NodeIdentity, PodLink, namespace_cookie};
 use weir_agent::netlink::Netlink;
 use weir_agent::netlink::base::{ensure_host_link, quiet, set_sysctls};
 use weir_agent::netlink::link::VethEnd;
@@ -326,7 +324,7 @@ impl Node {
                 addresses,
                 netns_cookie,
             };
-            self.kernel.attach_pod(&link)?;
+            world::attach_open_pod(&self.kernel, &link)?;
             Ok(link)
         })?;
         inside(&netns, || pod_side(&link))?;

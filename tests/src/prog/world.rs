@@ -10,6 +10,7 @@ use control_api::v1::{
     AddressFamily, ClusterConfig, Endpoint, EndpointPort, EndpointSlice, Protocol, Service,
     ServicePort, ServiceType,
 };
+use dataplane_common::layout::PodPolicy;
 use nix::mount::{MsFlags, mount};
 use nix::sched::{CloneFlags, unshare};
 use weir_agent::compile::peers::Tunnel;
@@ -21,6 +22,8 @@ use weir_agent::kernel::{
 use weir_agent::netlink::Netlink;
 use weir_agent::netlink::link::VethEnd;
 use weir_agent::netlink::overlay;
+use weir_agent::plan::policy::Operation;
+use weir_agent::policy::PolicyMaps as _;
 
 use super::packet::{TCP, UDP};
 
@@ -59,6 +62,16 @@ pub struct World {
     pub uplink: u32,
     desired: DesiredState,
     _mount: tempfile::TempDir,
+}
+
+/// Gives a pod's link an open entry, as whoever enforces policies does, and its programs.
+///
+/// # Errors
+/// When the kernel refuses either.
+pub fn attach_open_pod(kernel: &Kernel, link: &PodLink) -> Result<()> {
+    let open = Operation::PutPod(link.ifindex, PodPolicy::default());
+    kernel.write(&[open])?;
+    Ok(kernel.attach_pod(link)?)
 }
 
 /// Says why the tests that need a kernel cannot run here, if they cannot.
@@ -100,8 +113,8 @@ impl World {
         let kernel = open(&bpffs, limits)?;
         kernel.attach_uplink("uplink")?;
         kernel.attach_host_link(&host)?;
-        kernel.attach_pod(&a.link)?;
-        kernel.attach_pod(&b.link)?;
+        attach_open_pod(&kernel, &a.link)?;
+        attach_open_pod(&kernel, &b.link)?;
         let desired = DesiredState {
             config: ClusterConfig::default(),
             ..DesiredState::default()

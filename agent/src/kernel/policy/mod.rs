@@ -47,11 +47,6 @@ impl PolicyTables {
         })
     }
 
-    /// Opens a pod of which no policy is known. One that has a policy keeps it.
-    pub(super) fn open_unknown(&self, ifindex: u32) -> io::Result<()> {
-        self.pods.put_new(&ifindex, &PodPolicy::default()).map(drop)
-    }
-
     pub(super) fn forget(&self, ifindex: u32) -> io::Result<()> {
         self.pods.remove(&ifindex).map(drop)
     }

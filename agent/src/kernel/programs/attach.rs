@@ -72,10 +72,6 @@ impl Programs {
             pod_mac: link.pod_mac,
             host_mac: link.host_mac,
         };
-        self.policies
-            .open_unknown(link.ifindex)
-            .map_err(Cause::from)
-            .map_err(failed("enter the policy", name))?;
         self.sockets
             .enter_pod(link)
             .map_err(Cause::from)

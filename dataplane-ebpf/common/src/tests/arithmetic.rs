@@ -85,12 +85,15 @@ fn layouts_belong_to_their_abi_version() {
         Backend, Endpoint, Flow, FlowKey, Frontend, FrontendKey, Link, Node, SlotKey,
     };
     use core::mem::{offset_of, size_of};
+    // Verdict and generation are one word, which no store may split.
+    assert_eq!(offset_of!(Flow<V4>, policy) % 8, 0);
+    assert_eq!(offset_of!(Flow<V6>, policy) % 8, 0);
     let fingerprint = [
         size_of::<FlowKey<V6>>(),
         offset_of!(FlowKey<V6>, protocol),
         size_of::<Flow<V6>>(),
         offset_of!(Flow<V6>, backend_id),
-        offset_of!(Flow<V6>, policy_generation),
+        offset_of!(Flow<V6>, policy),
         offset_of!(Flow<V6>, created_s),
         offset_of!(Flow<V6>, protocol),
         size_of::<FrontendKey<V6>>(),

@@ -8,7 +8,7 @@ use proptest::sample::select;
 
 use super::histories::answer;
 use super::policy::{Rule, distinct, enter, naive, naive_of_itself, pod_policy, rule};
-use super::tables::{Collections, LOCAL_PODS, TestFamily, from_network, from_pod, go_on};
+use super::tables::{Act, Collections, LOCAL_PODS, TestFamily, from_network, from_pod, go_on};
 use crate::address::{ICMP, TCP, UDP};
 use crate::icmp::{Messages, relate};
 use crate::layout::{
@@ -355,7 +355,7 @@ impl<A: TestFamily + Messages> Model<A> {
         assert_eq!(self.tables.flows.len(), self.tables.replies.len());
         for (key, flow) in &self.tables.flows {
             assert_eq!(self.tables.replies.get(&flow.reply_key()), Some(key));
-            if flow.policy_generation == self.tables.policies.generation {
+            if flow.policy.generation() == self.tables.policies.generation {
                 let protocol = u8::try_from(flow.protocol).unwrap();
                 let seen = (
                     key.source,
@@ -363,7 +363,7 @@ impl<A: TestFamily + Messages> Model<A> {
                     protocol,
                     flow.backend_port.number(),
                 );
-                let denied = flow.policy_verdict & verdict::DENIED != 0;
+                let denied = flow.policy.verdict() & verdict::DENIED != 0;
                 assert_eq!(!denied, self.is_allowed(&seen), "{key:?} {flow:?}");
             }
         }
@@ -447,6 +447,57 @@ fn both_directions_of_a_revoked_flow_stop() {
             Action::Pod,
             "an answer needs no rule"
         );
+    }
+}
+
+/// Two CPUs judge one flow while the policies change, at every moment in which one of them looks at their generation:
+/// the next packet of the flow has the new verdict, whichever of them wrote last.
+#[test]
+fn a_late_verdict_is_never_taken_for_one_of_now() {
+    let shut: Act<V4> = |tables| set(tables, 1, SHUT_OUT);
+    let open: Act<V4> = |tables| set(tables, 1, 0);
+    let ask = direct(V4::pod(1), V4::pod(5), UDP, 0);
+    for (before, after, allowed) in [(shut, open, true), (open, shut, false)] {
+        let other_cpu: Act<V4> = if allowed {
+            |tables| {
+                set(tables, 1, 0);
+                from_pod(
+                    tables,
+                    &V4::link(1),
+                    &direct(V4::pod(1), V4::pod(5), UDP, 0),
+                );
+            }
+        } else {
+            |tables| {
+                set(tables, 1, SHUT_OUT);
+                from_pod(
+                    tables,
+                    &V4::link(1),
+                    &direct(V4::pod(1), V4::pod(5), UDP, 0),
+                );
+            }
+        };
+        let mut met = 0;
+        for moment in 0..8 {
+            let mut tables = Collections::<V4>::new(7, 16);
+            from_pod(&mut tables, &V4::link(1), &ask);
+            before(&mut tables);
+            tables.other_cpu = Some((moment, other_cpu));
+            from_pod(&mut tables, &V4::link(1), &ask);
+            if tables.other_cpu.take().is_none() {
+                met += 1;
+            } else {
+                after(&mut tables);
+            }
+            let next = from_pod(&mut tables, &V4::link(1), &ask);
+            let passes = next.action == Action::Network;
+            assert_eq!(passes, allowed, "moment {moment}");
+            let flow = tables.flows[&ask.key()];
+            let generation = tables.policies.generation;
+            assert_eq!(flow.policy.generation(), generation);
+            assert_eq!(flow.policy.verdict() & verdict::DENIED == 0, allowed);
+        }
+        assert!(met >= 3, "a packet that is judged again looks three times");
     }
 }
 

@@ -67,6 +67,9 @@ const RECENT: u32 = 16;
 /// Pods 1 to 4 live on this node; higher numbers elsewhere.
 pub(super) const LOCAL_PODS: u8 = 4;
 
+/// What happens to the tables at once.
+pub(super) type Act<A> = fn(&mut Collections<A>);
+
 #[derive(Clone, Debug)]
 pub(super) struct Collections<A> {
     pub(super) now_s: u32,
@@ -96,6 +99,8 @@ pub(super) struct Collections<A> {
     pub(super) policies: HostTables<A>,
     /// Packets that policies denied.
     pub(super) denied: Vec<(Ends<A>, Verdict)>,
+    /// What another CPU does just after so many more looks at the generation of the policies.
+    pub(super) other_cpu: Option<(u32, Act<A>)>,
 }
 
 impl<A: TestFamily> Collections<A> {
@@ -146,6 +151,7 @@ impl<A: TestFamily> Collections<A> {
             events: HashMap::new(),
             policies,
             denied: Vec::new(),
+            other_cpu: None,
         }
     }
 
@@ -258,7 +264,13 @@ impl<A: TestFamily> PolicyTables<A> for Collections<A> {
         self.policies.identity(address)
     }
     fn policy_generation(&mut self) -> u32 {
-        self.policies.policy_generation()
+        let generation = self.policies.policy_generation();
+        match self.other_cpu.take() {
+            Some((0, acts)) => acts(self),
+            Some((more, acts)) => self.other_cpu = Some((more - 1, acts)),
+            None => {}
+        }
+        generation
     }
     fn denied(&mut self, ends: &Ends<A>, _source_port: Port, verdict: &Verdict) {
         self.denied.push((*ends, *verdict));
