@@ -21,6 +21,9 @@ pub(crate) enum Bench {
     /// Programming of services, one change, memory; beside iptables-restore and nft (root).
     #[command(disable_help_flag = true)]
     Program(Options),
+    /// What policies cost, packets and programming; beside rules of iptables with ipset, and of nftables (root).
+    #[command(disable_help_flag = true)]
+    Policy(Options),
     /// What a packet costs on each path, by test runs of the programs (root).
     #[command(disable_help_flag = true)]
     Packet(Options),
@@ -39,6 +42,7 @@ pub(crate) fn run(repo: &Repo, what: &Bench) -> Result<bool> {
         Bench::Cluster => test::bench_cluster(repo),
         Bench::Service(options) => measure(repo, "service", options),
         Bench::Program(options) => measure(repo, "program", options),
+        Bench::Policy(options) => measure(repo, "policy", options),
         Bench::Packet(options) => packets(repo, options),
     }
 }

@@ -136,6 +136,7 @@ fn find_missing(repo: &Repo, purposes: &[Purpose]) -> BTreeSet<Missing> {
                 "iptables",
                 "loads rules to compare with",
             ),
+            ("ipset", "ipset", "loads sets to compare with"),
             ("nft", "nftables", "loads rules to compare with"),
         ] {
             package(which(program).is_some(), name, why);

@@ -1,13 +1,15 @@
 //! Real agents on the nodes of a lab, and pods wired by the real plugin.
 
 use std::fs::File;
-use std::net::{IpAddr, Ipv4Addr};
+use std::io::{Read as _, Write as _};
+use std::net::{IpAddr, Ipv4Addr, TcpStream};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, ensure};
+use control_api::desired::Name;
 use control_api::v1::{Node, Object};
 use nix::mount::{MsFlags, mount};
 use nix::sched::{CloneFlags, unshare};
@@ -18,7 +20,7 @@ use crate::feed::Feed;
 use crate::fleet::Fleet;
 use crate::lab::{Lab, NODES, Namespace, Pod, UPLINKS, Underlay};
 
-const NAMES: [&str; 2] = ["n1", "n2"];
+pub(crate) const NAMES: [&str; 2] = ["n1", "n2"];
 /// How long an agent may take to come up, or to apply what it is told, on a machine that does other things as well.
 const PATIENCE: Duration = Duration::from_secs(300);
 /// Objects sent as one change: far below the largest message.
@@ -126,6 +128,51 @@ impl Agent {
         self.folder.path()
     }
 
+    /// A pod wired by the plugin. One with a name is a pod of the cluster, and waits for what the feed tells of its policies.
+    pub(crate) fn pod(
+        &self,
+        programs: &Programs,
+        container: &str,
+        name: Option<&Name>,
+    ) -> Result<Pod> {
+        let namespace = Namespace::new()?;
+        let folder = self.folder();
+        let mut args = String::from("IgnoreUnknown=1");
+        if let Some(Name { namespace, name }) = name {
+            args.push_str(&format!(
+                ";K8S_POD_NAMESPACE={namespace};K8S_POD_NAME={name};K8S_POD_UID={}",
+                uid(namespace, name)
+            ));
+        }
+        let config = json!({
+            "cniVersion": "1.0.0", "name": "weir", "type": "weir-cni",
+            "socket": folder.join("run/cni.sock"), "stateDir": folder.join("state"),
+        });
+        let mut child = Command::new(&programs.cni)
+            .env("CNI_COMMAND", "ADD")
+            .env("CNI_CONTAINERID", format!("bench-{container}"))
+            .env("CNI_IFNAME", "eth0")
+            .env("CNI_PATH", "/opt/cni/bin")
+            .env("CNI_NETNS", namespace.path())
+            .env("CNI_ARGS", args)
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .spawn()
+            .with_context(|| format!("start {}", programs.cni.display()))?;
+        let mut input = child.stdin.take().context("a standard input")?;
+        input.write_all(config.to_string().as_bytes())?;
+        drop(input);
+        let output = child.wait_with_output()?;
+        let said = String::from_utf8_lossy(&output.stdout);
+        ensure!(output.status.success(), "CNI ADD of {container}: {said}");
+        let result: Value = serde_json::from_str(&said).context("read the CNI result")?;
+        Ok(Pod {
+            namespace,
+            address: first_v4(&result).context("an IPv4 address in the CNI result")?,
+        })
+    }
+
     /// The end of its log, for errors.
     pub(crate) fn log(&self) -> String {
         let text = std::fs::read_to_string(self.folder().join("agent.log")).unwrap_or_default();
@@ -160,13 +207,14 @@ impl Agents {
             })
             .collect::<Result<_>>()?;
         let agents = Self { feed, agents };
-        agents.applied(1)?;
+        agents.applied(&NAMES, 1)?;
         Ok(agents)
     }
 
-    fn applied(&self, revision: u64) -> Result<Instant> {
+    /// Waits until nodes have a revision that they were sent.
+    pub(crate) fn applied(&self, nodes: &[&str], revision: u64) -> Result<Instant> {
         self.feed
-            .applied(&NAMES, revision, PATIENCE)
+            .applied(nodes, revision, PATIENCE)
             .with_context(|| {
                 let logs: Vec<String> = self.agents.iter().map(Agent::log).collect();
                 format!("agents say:\n{}", logs.join("\n"))
@@ -179,43 +227,36 @@ impl Agents {
         for part in objects.chunks(CHANGE_OBJECTS) {
             revision = self.feed.change(part.to_vec()).0;
         }
-        self.applied(revision).map(drop)
+        self.applied(&NAMES, revision).map(drop)
     }
 
-    /// A pod wired by the plugin.
-    fn pod(&self, programs: &Programs, node: usize, name: &str) -> Result<Pod> {
-        let namespace = Namespace::new()?;
-        let folder = self.agents[node].folder();
-        let config = json!({
-            "cniVersion": "1.0.0", "name": "weir", "type": "weir-cni",
-            "socket": folder.join("run/cni.sock"), "stateDir": folder.join("state"),
-        });
-        let mut child = Command::new(&programs.cni)
-            .env("CNI_COMMAND", "ADD")
-            .env("CNI_CONTAINERID", format!("bench-{name}"))
-            .env("CNI_IFNAME", "eth0")
-            .env("CNI_PATH", "/opt/cni/bin")
-            .env("CNI_NETNS", namespace.path())
-            // No pod of a cluster, which would have policies to wait for.
-            .env("CNI_ARGS", "IgnoreUnknown=1")
-            .stdin(Stdio::piped())
-            .stdout(Stdio::piped())
-            .stderr(Stdio::piped())
-            .spawn()
-            .with_context(|| format!("start {}", programs.cni.display()))?;
-        std::io::Write::write_all(
-            &mut child.stdin.take().context("a standard input")?,
-            config.to_string().as_bytes(),
-        )?;
-        let output = child.wait_with_output()?;
-        let said = String::from_utf8_lossy(&output.stdout);
-        ensure!(output.status.success(), "CNI ADD of {name}: {said}");
-        let result: Value = serde_json::from_str(&said).context("read the CNI result")?;
-        Ok(Pod {
-            namespace,
-            address: first_v4(&result).context("an IPv4 address in the CNI result")?,
-        })
+    /// A pod wired by the plugin on one of the nodes; [`Agent::pod`].
+    pub(crate) fn pod(
+        &self,
+        programs: &Programs,
+        node: usize,
+        container: &str,
+        name: Option<&Name>,
+    ) -> Result<Pod> {
+        self.agents[node].pod(programs, container, name)
     }
+}
+
+/// What the agent of the calling thread's namespace serves as `/metrics`.
+pub(crate) fn metrics() -> Result<String> {
+    const ADDRESS: (Ipv4Addr, u16) = (Ipv4Addr::LOCALHOST, 9_965);
+    let mut stream = TcpStream::connect(ADDRESS).context("connect to the agent's metrics")?;
+    stream.write_all(b"GET /metrics HTTP/1.0\r\n\r\n")?;
+    let mut answer = String::new();
+    stream
+        .read_to_string(&mut answer)
+        .context("read the agent's metrics")?;
+    Ok(answer)
+}
+
+/// Of a pod of the cluster.
+pub(crate) fn uid(namespace: &str, name: &str) -> String {
+    format!("uid-{namespace}-{name}")
 }
 
 fn first_v4(result: &Value) -> Option<Ipv4Addr> {
@@ -244,9 +285,9 @@ pub(crate) fn weir_lab(
     };
     let agents = Agents::start(programs, &underlay, runtime, empty.objects(&nodes()), extra)?;
     let pods = [
-        agents.pod(programs, 0, "client")?,
-        agents.pod(programs, 0, "same")?,
-        agents.pod(programs, 1, "far")?,
+        agents.pod(programs, 0, "client", None)?,
+        agents.pod(programs, 0, "same", None)?,
+        agents.pod(programs, 1, "far", None)?,
     ];
     let lab = Lab::with_pods(underlay, pods, realtime)?;
     let fleet = Fleet::new(services, endpoints, lab.same.address, lab.far.address);

@@ -11,7 +11,8 @@ use anyhow::{Context as _, Result, ensure};
 use control_api::v1::node_feed_server::{NodeFeed, NodeFeedServer};
 use control_api::v1::{
     Delta, EventReports, EventReportsReply, FeedMessage, FollowRequest, NodeReport,
-    NodeReportReply, Object, PodReports, PodReportsReply, Snapshot, feed_message, follow_request,
+    NodeReportReply, Object, ObjectKey, PodReports, PodReportsReply, Snapshot, feed_message,
+    follow_request,
 };
 use rcgen::{
     BasicConstraints, CertificateParams, DnType, ExtendedKeyUsagePurpose, IsCa, Issuer, KeyPair,
@@ -35,14 +36,22 @@ const PART_OBJECTS: usize = 2_000;
 /// Revision, error and time of the last acknowledgement of each node.
 type Acks = BTreeMap<String, (u64, String, Instant)>;
 
+/// What nodes are told after their first snapshot.
+#[derive(Clone)]
+struct News {
+    /// `None` for all of them.
+    node: Option<String>,
+    messages: Vec<feed_message::Kind>,
+}
+
 struct Shared {
     revision: Mutex<u64>,
     objects: Vec<Object>,
-    deltas: broadcast::Sender<Delta>,
+    news: broadcast::Sender<News>,
     acks: watch::Sender<Acks>,
 }
 
-/// The feed of one lab's nodes. All of them get the same.
+/// The feed of one lab's nodes. All of them begin with the same.
 pub(crate) struct Feed {
     shared: Arc<Shared>,
     authority: Authority,
@@ -55,7 +64,7 @@ impl Feed {
             shared: Arc::new(Shared {
                 revision: Mutex::new(1),
                 objects,
-                deltas: broadcast::channel(256).0,
+                news: broadcast::channel(256).0,
                 acks: watch::channel(Acks::new()).0,
             }),
             authority: Authority::new()?,
@@ -101,22 +110,55 @@ impl Feed {
         Ok(section)
     }
 
-    /// Sends a change and returns its revision and when it was sent.
+    /// Sends a change to all nodes and returns its revision and when it was sent.
     pub(crate) fn change(&self, upserts: Vec<Object>) -> (u64, Instant) {
+        self.tell(None, upserts, Vec::new())
+    }
+
+    /// Sends a change to a node, or to all of them.
+    pub(crate) fn tell(
+        &self,
+        node: Option<&str>,
+        upserts: Vec<Object>,
+        removals: Vec<ObjectKey>,
+    ) -> (u64, Instant) {
+        self.send(node, |revision| {
+            let delta = Delta {
+                revision,
+                upserts,
+                removals,
+                ..Delta::default()
+            };
+            vec![feed_message::Kind::Delta(delta)]
+        })
+    }
+
+    /// Sends a whole new state to a node.
+    pub(crate) fn renew(&self, node: &str, objects: &[Object]) -> (u64, Instant) {
+        self.send(Some(node), |revision| {
+            let parts = snapshot(objects, revision).into_iter();
+            parts.map(feed_message::Kind::Snapshot).collect()
+        })
+    }
+
+    fn send(
+        &self,
+        node: Option<&str>,
+        messages: impl FnOnce(u64) -> Vec<feed_message::Kind>,
+    ) -> (u64, Instant) {
         let mut revision = self
             .shared
             .revision
             .lock()
             .unwrap_or_else(PoisonError::into_inner);
         *revision += 1;
-        let delta = Delta {
-            revision: *revision,
-            upserts,
-            ..Delta::default()
+        let news = News {
+            node: node.map(str::to_owned),
+            messages: messages(*revision),
         };
         let sent = Instant::now();
         // Nobody may follow at this moment: then nobody acknowledges, and that is noticed.
-        let _ = self.shared.deltas.send(delta);
+        let _ = self.shared.news.send(news);
         (*revision, sent)
     }
 
@@ -154,22 +196,20 @@ struct Service {
     shared: Arc<Shared>,
 }
 
-impl Service {
-    fn snapshot(&self) -> Vec<Snapshot> {
-        let parts: Vec<_> = self.shared.objects.chunks(PART_OBJECTS).collect();
-        let last = parts.len().saturating_sub(1);
-        parts
-            .into_iter()
-            .enumerate()
-            .map(|(index, objects)| Snapshot {
-                revision: 1,
-                feed_instance: "bench".into(),
-                first: index == 0,
-                last: index == last,
-                objects: objects.to_vec(),
-            })
-            .collect()
-    }
+fn snapshot(objects: &[Object], revision: u64) -> Vec<Snapshot> {
+    let parts: Vec<_> = objects.chunks(PART_OBJECTS).collect();
+    let last = parts.len().saturating_sub(1);
+    parts
+        .into_iter()
+        .enumerate()
+        .map(|(index, objects)| Snapshot {
+            revision,
+            feed_instance: "bench".into(),
+            first: index == 0,
+            last: index == last,
+            objects: objects.to_vec(),
+        })
+        .collect()
 }
 
 #[tonic::async_trait]
@@ -188,8 +228,8 @@ impl NodeFeed for Service {
             _ => return Err(Status::invalid_argument("the first request is Hello")),
         };
         let (sender, receiver) = mpsc::channel(16);
-        let mut deltas = self.shared.deltas.subscribe();
-        let parts = self.snapshot();
+        let mut news = self.shared.news.subscribe();
+        let parts = snapshot(&self.shared.objects, 1);
         let shared = Arc::clone(&self.shared);
         tokio::spawn(async move {
             for part in parts {
@@ -199,9 +239,10 @@ impl NodeFeed for Service {
                 }
             }
             loop {
-                let kind = tokio::select! {
-                    delta = deltas.recv() => match delta {
-                        Ok(delta) => feed_message::Kind::Delta(delta),
+                let kinds = tokio::select! {
+                    news = news.recv() => match news {
+                        Ok(news) if news.node.as_ref().is_none_or(|of| *of == node) => news.messages,
+                        Ok(_) => continue,
                         Err(_) => return,
                     },
                     request = requests.next() => match request {
@@ -213,15 +254,17 @@ impl NodeFeed for Service {
                             continue;
                         }
                         Some(Ok(FollowRequest { kind: Some(follow_request::Kind::Heartbeat(heartbeat)) })) => {
-                            feed_message::Kind::Heartbeat(heartbeat)
+                            vec![feed_message::Kind::Heartbeat(heartbeat)]
                         }
                         Some(Ok(_)) => continue,
                         _ => return,
                     },
                 };
-                let message = FeedMessage { kind: Some(kind) };
-                if sender.send(Ok(message)).await.is_err() {
-                    return;
+                for kind in kinds {
+                    let kind = Some(kind);
+                    if sender.send(Ok(FeedMessage { kind })).await.is_err() {
+                        return;
+                    }
                 }
             }
         });

@@ -13,7 +13,7 @@ use std::time::Duration;
 use anyhow::{Context as _, Result, bail, ensure};
 use nix::sched::{CloneFlags, setns, unshare};
 
-use crate::fleet::SERVER_PORT;
+use crate::fleet::{Place, SERVER_PORT};
 use crate::load::client::{Seen, Workload};
 
 pub(crate) const NODES: [Ipv4Addr; 2] =
@@ -221,6 +221,16 @@ impl Lab {
             far,
             _servers: servers,
         })
+    }
+
+    /// All ports of the server at a place.
+    pub(crate) fn server_ports(&self, place: Place) -> Vec<SocketAddrV4> {
+        let server = match place {
+            Place::SameNode => self.same.address,
+            Place::CrossNode => self.far.address,
+        };
+        let all = (0..SERVER_PORTS).map(|port| SocketAddrV4::new(server, SERVER_PORT + port));
+        all.collect()
     }
 }
 

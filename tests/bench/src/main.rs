@@ -5,9 +5,11 @@ mod feed;
 mod fleet;
 mod lab;
 mod load;
+mod policy;
 mod program;
 mod ruleset;
 mod service;
+mod turns;
 
 use std::net::SocketAddrV4;
 use std::path::PathBuf;
@@ -43,6 +45,13 @@ enum Bench {
         programs: ProgramPaths,
         #[command(flatten)]
         options: program::Options,
+    },
+    /// What policies cost: packets, compiling, one change, memory (root).
+    Policy {
+        #[command(flatten)]
+        programs: ProgramPaths,
+        #[command(flatten)]
+        options: policy::Options,
     },
     /// The answering end of a measurement.
     #[command(hide = true)]
@@ -106,6 +115,7 @@ fn run(bench: Bench) -> Result<bool> {
     match bench {
         Bench::Service { programs, options } => service::run(options, &programs.into()),
         Bench::Program { programs, options } => program::run(options, &programs.into()),
+        Bench::Policy { programs, options } => policy::run(options, &programs.into()),
         Bench::Serve { cpu, first, count } => {
             load::pin(cpu)?;
             load::server::serve(first, count)?;

@@ -278,14 +278,14 @@ fn cpu_seconds(pid: u32) -> Result<f64> {
 }
 
 /// What an agent holds.
-struct Memory {
-    resident_bytes: f64,
-    map_bytes: f64,
+pub(crate) struct Memory {
+    pub(crate) resident_bytes: f64,
+    pub(crate) map_bytes: f64,
 }
 
 impl Memory {
     /// Resident set of a process, and the memory of every eBPF map that it has open, each counted once.
-    fn of(pid: u32) -> Result<Self> {
+    pub(crate) fn of(pid: u32) -> Result<Self> {
         let status = std::fs::read_to_string(format!("/proc/{pid}/status"))?;
         let resident = field(&status, "VmRSS:").context("a resident set size")? * 1024.0;
         let mut maps = BTreeMap::new();

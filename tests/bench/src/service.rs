@@ -6,17 +6,17 @@ use std::net::{Ipv4Addr, SocketAddrV4};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::Arc;
-use std::time::Duration;
 
 use anyhow::{Context as _, Result};
 use clap::Args;
 use tokio::runtime::Runtime;
 
 use crate::agents::{self, Agents, Programs};
-use crate::fleet::{Fleet, Place, SERVER_PORT, SERVICE_PORT};
-use crate::lab::{self, Cgroup, Lab, Length, NODES, Namespace, SERVER_PORTS};
+use crate::fleet::{Fleet, Place, SERVICE_PORT};
+use crate::lab::{self, Cgroup, Lab, Length, NODES, Namespace};
 use crate::load::client::{Seen, Workload};
 use crate::ruleset;
+use crate::turns::{self, Turns};
 use weir_bench::report::{Bar, Machine, Report, Row, Skipped, Unit, paired_ratio};
 
 const ENDPOINTS: usize = 10;
@@ -27,16 +27,8 @@ pub(crate) struct Options {
     /// Numbers of services, smallest first; the smallest and the largest are compared.
     #[arg(long, value_delimiter = ',', default_values_t = [10, 1_000, 10_000])]
     services: Vec<usize>,
-    /// Times that everything is measured.
-    #[arg(long, default_value_t = 5)]
-    rounds: usize,
-    /// Milliseconds of one measurement.
-    #[arg(long, default_value_t = 300)]
-    time_ms: u64,
-    /// Slices of a measurement, each a run of its own, in which the peers take turns. The best one counts: what
-    /// others do on the machine only takes away.
-    #[arg(long, default_value_t = 5)]
-    slices: u32,
+    #[command(flatten)]
+    turns: Turns,
     /// Only measurements whose name contains one of these (short_tcp, request, stream, udp, same_node, node_port, …).
     #[arg(long, value_delimiter = ',')]
     only: Vec<String>,
@@ -47,9 +39,6 @@ pub(crate) struct Options {
     /// `iptables-nft-restore` are walked by nftables.
     #[arg(long)]
     iptables_restore: Option<PathBuf>,
-    /// Run both ends of a measurement before all other processes (SCHED_FIFO): for a machine that others use as well.
-    #[arg(long)]
-    realtime: bool,
     /// Few services, few and short rounds: to see that it works.
     #[arg(long)]
     quick: bool,
@@ -216,12 +205,7 @@ impl Stage {
             Route::NodePort(_) => &self.lab.underlay.outsider,
         };
         let Some(fleet) = &self.fleet else {
-            let server = match route.place() {
-                Place::SameNode => self.lab.same.address,
-                Place::CrossNode => self.lab.far.address,
-            };
-            let all = (0..SERVER_PORTS).map(|port| SocketAddrV4::new(server, SERVER_PORT + port));
-            return (from, all.collect());
+            return (from, self.lab.server_ports(route.place()));
         };
         let targets = fleet.targets(route.place());
         let addresses = targets.filter_map(|service| match route {
@@ -238,7 +222,7 @@ impl Stage {
     }
 }
 
-type Samples = BTreeMap<(Measurement, Peer), Vec<Seen>>;
+type Samples = turns::Samples<Measurement, Peer>;
 
 /// Runs it. Says whether every bar held.
 pub(crate) fn run(mut options: Options, programs: &Programs) -> Result<bool> {
@@ -246,9 +230,7 @@ pub(crate) fn run(mut options: Options, programs: &Programs) -> Result<bool> {
     let machine = Machine::describe();
     if options.quick {
         options.services.truncate(1);
-        options.rounds = options.rounds.min(2);
-        options.time_ms = options.time_ms.min(100);
-        options.slices = 1;
+        options.turns.shorten();
     }
     let mut report = Report::new("service", machine);
     let runtime = Arc::new(
@@ -317,7 +299,7 @@ fn stage(
     runtime: &Arc<Runtime>,
     options: &Options,
 ) -> Result<Stage> {
-    let realtime = options.realtime;
+    let realtime = options.turns.realtime;
     let plain = || -> Result<(Lab, Fleet)> {
         let lab = Lab::plain(realtime)?;
         let fleet = Fleet::new(peer.services, ENDPOINTS, lab.same.address, lab.far.address);
@@ -401,65 +383,31 @@ pub(crate) fn load_nftables(namespace: &Namespace, fleet: &Fleet, node: Ipv4Addr
         .context("load the rules (Debian package nftables)")
 }
 
-/// Every measurement of every peer, round after round. What fails once is left out from then on.
+/// Every measurement of every peer.
 fn measure(options: &Options, stages: &[Stage], report: &mut Report) -> Samples {
     let chosen = |measurement: &Measurement| {
         let name = measurement.name();
         options.only.is_empty() || options.only.iter().any(|part| name.contains(part.as_str()))
     };
-    let slices = options.slices.max(1);
-    let time = Duration::from_millis(options.time_ms) / slices;
-    let length = Length {
-        warm_up: time / 6,
-        time,
-        realtime: options.realtime,
+    let measurements: Vec<Measurement> = Measurement::all().into_iter().filter(chosen).collect();
+    let stages: BTreeMap<Peer, &Stage> = stages.iter().map(|stage| (stage.peer, stage)).collect();
+    let peers = |measurement: Measurement| {
+        let all = stages.keys().copied();
+        all.filter(|peer| peer.takes_part_in(measurement.route))
+            .collect()
     };
-    let mut samples = Samples::new();
-    let mut failed = std::collections::BTreeSet::new();
-    for round in 0..options.rounds {
-        eprintln!("round {} of {}", round + 1, options.rounds);
-        for measurement in Measurement::all().into_iter().filter(chosen) {
-            let taking_part: Vec<&Stage> = stages
-                .iter()
-                .filter(|stage| stage.peer.takes_part_in(measurement.route))
-                .collect();
-            let mut best = BTreeMap::<Peer, Seen>::new();
-            for stage in (0..slices).flat_map(|_| &taking_part) {
-                let key = (measurement, stage.peer);
-                if failed.contains(&key) {
-                    continue;
-                }
-                match stage.measure(measurement, length) {
-                    Ok(seen) => {
-                        best.entry(stage.peer)
-                            .and_modify(|best| *best = best.better(&seen))
-                            .or_insert(seen);
-                    }
-                    Err(error) => {
-                        failed.insert(key);
-                        best.remove(&stage.peer);
-                        samples.remove(&key);
-                        report.skipped.push(Skipped {
-                            name: format!("{} {}", measurement.name(), stage.peer.name()),
-                            reason: format!("{error:#}"),
-                        });
-                    }
-                }
-            }
-            for (peer, seen) in best {
-                samples.entry((measurement, peer)).or_default().push(seen);
-            }
-        }
-    }
-    samples
+    let run = |measurement, peer: Peer, length| stages[&peer].measure(measurement, length);
+    let title =
+        |measurement: Measurement, peer: Peer| format!("{} {}", measurement.name(), peer.name());
+    options
+        .turns
+        .measure(&measurements, peers, run, title, report)
 }
 
 fn tabulate(options: &Options, samples: &Samples, report: &mut Report) {
     for measurement in Measurement::all() {
         for (name, unit, of) in measurement.figures() {
-            let values = |peer: Peer| -> Option<Vec<f64>> {
-                Some(samples.get(&(measurement, peer))?.iter().map(of).collect())
-            };
+            let values = |peer: Peer| turns::values(samples, measurement, peer, *of);
             let peers = samples
                 .keys()
                 .filter(|(m, _)| *m == measurement)
@@ -500,9 +448,7 @@ fn bars(options: &Options, samples: &Samples, report: &mut Report) {
         // The first figure of a measurement but for kept connections, where it is the median of an answer.
         let figures = measurement.figures();
         let (_, unit, of) = figures.get(1).or(figures.first())?;
-        let values = |peer| -> Option<Vec<f64>> {
-            Some(samples.get(&(measurement, peer))?.iter().map(of).collect())
-        };
+        let values = |peer| turns::values(samples, measurement, peer, *of);
         paired_ratio(*unit, &values(ours)?, &values(theirs)?)
     };
     let mut add = |limit: f64, measurement: Measurement, ours: Peer, theirs: Peer| {
