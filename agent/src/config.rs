@@ -53,6 +53,8 @@ pub struct Config {
     #[serde(default)]
     pub dns: Dns,
     #[serde(default)]
+    pub policy: Policy,
+    #[serde(default)]
     pub flow_table: FlowTable,
     #[serde(default)]
     pub observe: Observe,
@@ -238,6 +240,23 @@ impl Default for Dns {
             upstreams: Vec::new(),
             ttl_s: 30,
             pods: crate::dns::PodRecords::Insecure,
+        }
+    }
+}
+
+/// Network policies.
+#[derive(Clone, Copy, Debug, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct Policy {
+    /// Seconds; an address that a DNS answer gave to a name of a rule is believed at least so long, however small the answer's
+    /// TTL: pods connect a while after they have asked.
+    pub min_domain_ttl_s: u32,
+}
+
+impl Default for Policy {
+    fn default() -> Self {
+        Self {
+            min_domain_ttl_s: 30,
         }
     }
 }

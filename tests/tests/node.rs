@@ -13,6 +13,8 @@ mod announce;
 mod cluster;
 #[path = "node/cni.rs"]
 mod cni;
+#[path = "node/domains.rs"]
+mod domains;
 #[path = "node/feed.rs"]
 mod feed;
 #[path = "node/overlay.rs"]

@@ -100,27 +100,28 @@ fn find_missing(repo: &Repo, purposes: &[Purpose]) -> BTreeSet<Missing> {
         }
     };
     if purposes.contains(&Purpose::Cluster) {
-        package(
-            which("containerd").is_some(),
-            "containerd",
-            "container runtime of every node",
-        );
-        package(which("runc").is_some(), "runc", "starts the containers");
-        package(
-            which("ip").is_some(),
-            "iproute2",
-            "namespaces and links of the nodes",
-        );
-        package(which("mount").is_some(), "mount", "bpffs of every node");
+        for (program, name, why) in [
+            (
+                "containerd",
+                "containerd",
+                "container runtime of every node",
+            ),
+            ("runc", "runc", "starts the containers"),
+            ("ip", "iproute2", "namespaces and links of the nodes"),
+            ("mount", "mount", "bpffs of every node"),
+            ("busybox", "busybox-static", "images of the node tier"),
+            (
+                "dnsmasq",
+                "dnsmasq-base",
+                "DNS server behind nodes of the node tier",
+            ),
+        ] {
+            package(which(program).is_some(), name, why);
+        }
         package(
             Path::new(CNI_PLUGINS).join("loopback").is_file(),
             "containernetworking-plugins",
             "the runtime's loopback plugin; networks of the node tier",
-        );
-        package(
-            which("busybox").is_some(),
-            "busybox-static",
-            "images of the node tier",
         );
         package(
             kubectl(repo).is_some() || pip().is_some(),

@@ -51,10 +51,11 @@ pub(crate) fn run(config: &Config) -> Result<Vec<String>> {
     for pin in Kernel::cleanup(&config.bpffs)? {
         removed.push(format!("pin {}", pin.display()));
     }
-    for name in cni_api::STATE_NAMES
-        .iter()
-        .chain(&[feed::STATE_NAME, policy::IDENTITIES_NAME])
-    {
+    for name in cni_api::STATE_NAMES.iter().chain(&[
+        feed::STATE_NAME,
+        policy::IDENTITIES_NAME,
+        policy::DOMAINS_NAME,
+    ]) {
         remove_path(&config.state_dir.join(name), &mut removed)?;
     }
     remove_path(&config.cni_socket(), &mut removed)?;

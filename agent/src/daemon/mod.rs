@@ -29,6 +29,7 @@ use weir_agent::kernel::{self, Kernel, Limits, NodeIdentity, PodPrograms};
 use weir_agent::netlink::{self, Netlink};
 use weir_agent::observe::{self, Checks, Observe};
 use weir_agent::pods;
+use weir_agent::policy::domains::{AddressesInUse, Domains};
 use weir_agent::policy::{self, Enforced, Enforcer, PolicyMaps};
 
 use base::Base;
@@ -65,7 +66,8 @@ pub(crate) async fn run(config: Config) -> Result<()> {
     let feed = feed::start(&config, shutdown.clone())?;
     observe.set_feed(feed.clone());
     let (health, node_health) = start_health_checks(&config, &feed, shutdown.clone()).await;
-    let dns = dns::start(&config, feed.updates(), shutdown.clone())?;
+    let domains = learn_domains(&config, &feed, &observe);
+    let dns = dns::start(&config, feed.updates(), &domains, shutdown.clone())?;
     tracing::info!(addresses = ?dns.addresses(), "cluster DNS listens");
     announce_addresses(&config, &feed, &observe, &shutdown);
     observe.set_dns(dns);
@@ -76,9 +78,10 @@ pub(crate) async fn run(config: Config) -> Result<()> {
     observe.checks().pass(CHECK_PROGRAMS);
     let base = Arc::new(base);
     observe.set_dataplane(Arc::<Kernel>::clone(&kernel));
-    let enforcer = start_policies(&config, &feed, &kernel).await?;
+    let enforcer = start_policies(&config, &feed, &kernel, domains).await?;
     observe.set_policies(Arc::clone(&kernel), Arc::clone(&enforcer), feed.clone());
     watch_drops(&kernel, &enforcer, &shutdown);
+    watch_domains(&kernel, &enforcer, &shutdown);
     let (attachments, cni) = {
         let (config, feed) = (Arc::clone(&config), feed.clone());
         let programs = Enforced {
@@ -242,15 +245,27 @@ fn translate_sockets(config: &Config, kernel: &Kernel) -> Result<()> {
     Ok(())
 }
 
+/// What DNS answers teach policies. Names that count are known from the state that the earlier agent left.
+fn learn_domains(config: &Config, feed: &FeedHandle, observe: &Observe) -> Arc<Domains> {
+    let domains = Domains::new(&config.policy);
+    domains.ask_for(feed.state().policies.values());
+    observe.register(|registry| domains.stats().register(registry));
+    Arc::new(domains)
+}
+
 /// Takes over the policies that are in place; after a start of the machine, those that the node was told last.
 async fn start_policies(
     config: &Arc<Config>,
     feed: &FeedHandle,
     kernel: &Arc<Kernel>,
+    domains: Arc<Domains>,
 ) -> Result<Arc<Enforcer>> {
     let (config, state) = (Arc::clone(config), feed.state());
     let maps: Arc<dyn PolicyMaps> = Arc::<Kernel>::clone(kernel);
-    let start = move || Enforcer::start(maps, &config.state_dir, &config.node_name, &state);
+    let start = move || {
+        let (folder, node) = (&config.state_dir, &config.node_name);
+        Enforcer::start(maps, folder, node, &state, domains)
+    };
     let enforcer = tokio::task::spawn_blocking(start).await?;
     Ok(Arc::new(enforcer.context("take over policies")?))
 }
@@ -270,6 +285,13 @@ fn watch_drops(kernel: &Kernel, enforcer: &Arc<Enforcer>, shutdown: &Cancellatio
             tracing::error!(%error, "packets that policies drop are counted, not shown");
         }
     });
+}
+
+/// Lets rules follow what DNS answers say of names.
+fn watch_domains(kernel: &Arc<Kernel>, enforcer: &Arc<Enforcer>, shutdown: &CancellationToken) {
+    let flows: Arc<dyn AddressesInUse> = Arc::<Kernel>::clone(kernel);
+    let watching = policy::watch_domains(Arc::clone(enforcer), flows, shutdown.clone());
+    tokio::spawn(watching);
 }
 
 /// Adopts the pods of this node and opens the socket for new ones.

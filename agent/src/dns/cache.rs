@@ -69,6 +69,16 @@ impl Cache {
         Some(message)
     }
 
+    /// Live answers about names that somebody wants, their TTLs less by their age.
+    pub(super) fn wanted(&mut self, now: Instant, wants: impl Fn(&str) -> bool) -> Vec<Vec<u8>> {
+        let keys = self.entries.keys();
+        let keys: Vec<Key> = keys
+            .filter(|key| wants(key.name.trim_end_matches('.')))
+            .cloned()
+            .collect();
+        keys.iter().filter_map(|key| self.get(key, now)).collect()
+    }
+
     /// Keeps an answer when it may be kept.
     pub(super) fn put(&mut self, key: Key, message: &[u8], now: Instant) {
         let Some(facts) = Facts::read(message) else {

@@ -10,8 +10,11 @@ use tokio::net::{TcpStream, UdpSocket};
 use tokio::sync::Semaphore;
 
 use super::cache::{Cache, Key};
+use super::learn;
 use super::message::{Request, Transport, question_end};
 use super::metrics::Metrics;
+use crate::compile::policy::Wanted;
+use crate::policy::domains::Answer;
 
 /// Questions in flight; more are refused.
 const MAX_CONCURRENT: usize = 1000;
@@ -114,6 +117,13 @@ impl Forwarder {
 
     pub(super) fn cache_entries(&self) -> usize {
         lock(&self.cache).len()
+    }
+
+    /// What the cache knows of the addresses of names that rules ask for.
+    pub(super) fn remembered(&self, wanted: &Wanted) -> Vec<Answer> {
+        let messages = lock(&self.cache).wanted(Instant::now(), |name| wanted.asks_for(name));
+        let answers = messages.iter().filter_map(|message| learn::answer(message));
+        answers.collect()
     }
 
     /// The upstream's message for a request, from the cache where it is fresh.

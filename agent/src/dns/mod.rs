@@ -1,11 +1,12 @@
 //! Cluster DNS of this node: names of Services and pods from desired state, other names from upstream servers.
 //!
-//! `zone`, `lookup`, `message` and `cache` are pure: state and packets in, packets out. `server` and `forward` move
+//! `zone`, `lookup`, `message`, `learn` and `cache` are pure: state and packets in, packets out. `server` and `forward` move
 //! packets. Nothing here decides where the dataplane sends queries.
 
 mod cache;
 pub mod corefile;
 mod forward;
+mod learn;
 mod lookup;
 mod message;
 mod metrics;
@@ -29,6 +30,7 @@ pub use zone::{Options, PodRecords, Zone};
 
 use crate::config::Config;
 use crate::feed::{Origin, Update, Updates};
+use crate::policy::domains::Domains;
 use forward::Forwarder;
 use metrics::Metrics;
 use server::Server;
@@ -77,13 +79,14 @@ impl DnsHandle {
     }
 }
 
-/// Starts to serve on every node address and loopback.
+/// Starts to serve on every node address and loopback. `domains` learns of every answer before it is sent.
 ///
 /// # Errors
 /// [`DnsError`] when an address cannot be bound. Loopback is served where it exists.
 pub fn start(
     config: &Config,
     updates: Updates,
+    domains: &Arc<Domains>,
     shutdown: CancellationToken,
 ) -> Result<DnsHandle, DnsError> {
     let port = config.dns.port;
@@ -100,7 +103,13 @@ pub fn start(
         Arc::clone(&zone),
         forwarder,
         Arc::clone(&metrics),
+        Arc::clone(domains),
     ));
+    let remembers = Arc::downgrade(&server);
+    domains.set_cache(move |wanted| {
+        let server = remembers.upgrade();
+        server.map_or_else(Vec::new, |server| server.forwarder.remembered(wanted))
+    });
     let mut tasks = JoinSet::new();
     let mut addresses = Vec::new();
     for ip in &config.node_ips {

@@ -15,9 +15,10 @@ use super::DnsError;
 use super::forward::{ForwardError, Forwarder};
 use super::message::{self, Request, Step, Transport};
 use super::metrics::Metrics;
-use super::upstream;
 use super::zone::Zone;
+use super::{learn, upstream};
 use crate::config::Config;
+use crate::policy::domains::{Domains, Pending};
 
 /// The largest query taken by UDP; longer ones are cut by the kernel and answered with FORMERR.
 const UDP_QUERY_BYTES: usize = 4096;
@@ -37,6 +38,7 @@ pub(super) struct Server {
     pub(super) zone: Arc<RwLock<Zone>>,
     pub(super) forwarder: Forwarder,
     pub(super) metrics: Arc<Metrics>,
+    pub(super) domains: Arc<Domains>,
     pub(super) rotation: AtomicUsize,
     pub(super) connections: Arc<Semaphore>,
 }
@@ -46,11 +48,13 @@ impl Server {
         zone: Arc<RwLock<Zone>>,
         forwarder: Forwarder,
         metrics: Arc<Metrics>,
+        domains: Arc<Domains>,
     ) -> Self {
         Self {
             zone,
             forwarder,
             metrics,
+            domains,
             rotation: AtomicUsize::new(0),
             connections: Arc::new(Semaphore::new(MAX_CONNECTIONS)),
         }
@@ -95,6 +99,22 @@ impl Server {
         }
     }
 
+    /// Has an answer learnt when rules ask for its name. What it has to wait for.
+    fn learn(&self, reply: &[u8]) -> Option<Pending> {
+        let wanted = self.domains.wanted();
+        if wanted.is_empty() || !wanted.asks_for(&learn::asked_name(reply)?) {
+            return None;
+        }
+        self.domains.learn(&learn::answer(reply)?)
+    }
+
+    /// Learns an answer, and waits until policies know its addresses: the client may use them at once.
+    async fn learnt(&self, reply: &[u8]) {
+        if let Some(pending) = self.learn(reply) {
+            self.domains.wait(pending).await;
+        }
+    }
+
     pub(super) async fn udp(self: Arc<Self>, socket: UdpSocket) {
         let socket = Arc::new(socket);
         let mut buffer = vec![0; UDP_QUERY_BYTES];
@@ -110,10 +130,20 @@ impl Server {
             };
             let began = Instant::now();
             match self.handle(&buffer[..length], Transport::Udp, client) {
-                Step::Reply(reply) => {
-                    self.metrics.response(&reply, began.elapsed());
-                    send(&socket, &reply, client).await;
-                }
+                Step::Reply(reply) => match self.learn(&reply) {
+                    None => {
+                        self.metrics.response(&reply, began.elapsed());
+                        send(&socket, &reply, client).await;
+                    }
+                    Some(pending) => {
+                        let (server, socket) = (Arc::clone(&self), Arc::clone(&socket));
+                        tokio::spawn(async move {
+                            server.domains.wait(pending).await;
+                            server.metrics.response(&reply, began.elapsed());
+                            send(&socket, &reply, client).await;
+                        });
+                    }
+                },
                 Step::Drop => {
                     self.metrics.dropped.inc();
                 }
@@ -121,6 +151,7 @@ impl Server {
                     let (server, socket) = (Arc::clone(&self), Arc::clone(&socket));
                     tokio::spawn(async move {
                         let reply = server.ask(&request).await;
+                        server.learnt(&reply).await;
                         server.metrics.response(&reply, began.elapsed());
                         send(&socket, &reply, client).await;
                     });
@@ -167,6 +198,7 @@ impl Server {
                 }
                 Step::Ask(request) => self.ask(&request).await,
             };
+            self.learnt(&reply).await;
             self.metrics.response(&reply, began.elapsed());
             let length = u16::try_from(reply.len()).unwrap_or_default();
             let mut framed = length.to_be_bytes().to_vec();

@@ -19,7 +19,7 @@ mod services;
 #[allow(unsafe_code, reason = "map access by system call")]
 mod table;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashSet};
 use std::net::IpAddr;
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -503,6 +503,17 @@ impl Kernel {
     /// [`KernelError`] when a table cannot be read.
     pub fn some_flows(&self, most: usize) -> Result<Vec<ObservedFlow>, KernelError> {
         self.policies.some_flows(most)
+    }
+
+    /// Those among some addresses to which a conversation goes that policies allow.
+    ///
+    /// # Errors
+    /// [`KernelError`] when a table cannot be read.
+    pub fn destinations_in_use(
+        &self,
+        among: &HashSet<IpAddr>,
+    ) -> Result<HashSet<IpAddr>, KernelError> {
+        self.policies.destinations_in_use(among, monotonic_s())
     }
 
     /// Counts changes of policies; flows that were judged before are judged again.

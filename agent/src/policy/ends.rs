@@ -1,4 +1,5 @@
-//! What people call the ends of a packet: `namespace/pod`, `node/NAME`, `svc/namespace/name`, or an address.
+//! What people call the ends of a packet: `namespace/pod`, `node/NAME`, `svc/namespace/name`, an address, or a domain name of
+//! a rule.
 
 use std::fmt;
 use std::net::IpAddr;
@@ -78,9 +79,9 @@ pub(super) fn find(view: &View<'_>, state: &DesiredState, text: &str) -> Result<
     if let Ok(address) = text.parse::<IpAddr>() {
         return Ok(vec![at(view, state, address)]);
     }
-    let (namespace, name) = text.split_once('/').ok_or_else(|| {
-        format!("{text:?} is neither namespace/pod, node/NAME, svc/namespace/name nor an address")
-    })?;
+    let Some((namespace, name)) = text.split_once('/') else {
+        return learnt(view, state, text);
+    };
     let ends = if namespace == "node" {
         let node = state.nodes.get(name);
         let addresses = node.into_iter().flat_map(|node| &node.internal_ips);
@@ -99,6 +100,18 @@ pub(super) fn find(view: &View<'_>, state: &DesiredState, text: &str) -> Result<
     if ends.is_empty() {
         return Err(format!(
             "this node knows no address of {text}: it is told only of its own pods and of those that its policies speak of; try the address"
+        ));
+    }
+    Ok(ends)
+}
+
+/// The addresses that DNS answers gave to a name of a rule.
+fn learnt(view: &View<'_>, state: &DesiredState, name: &str) -> Result<Vec<End>, String> {
+    let addresses = view.domains.addresses_of(name);
+    let ends: Vec<End> = addresses.map(|address| at(view, state, address)).collect();
+    if ends.is_empty() {
+        return Err(format!(
+            "{name:?} is neither namespace/pod, node/NAME, svc/namespace/name nor an address, and no domain name of a rule whose addresses this node was told"
         ));
     }
     Ok(ends)

@@ -24,6 +24,9 @@ pub struct Explanation {
     pub port: String,
     /// As far as this node judges it.
     pub allowed: bool,
+    /// Names of rules for which DNS answers gave the destination's address.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub names: Vec<String>,
     /// Egress of the source, ingress of the destination.
     pub directions: Vec<DirectionReport>,
 }
@@ -78,6 +81,11 @@ pub(super) fn explain(
         to: to.to_string(),
         port: port_text(protocol, port),
         allowed: said.allows(),
+        names: view
+            .domains
+            .names_of(to.address)
+            .map(str::to_owned)
+            .collect(),
         directions,
     }
 }

@@ -4,6 +4,7 @@
 //! What the rules come to is decided in `compile`, the order of writes in `plan`. Here is who asks: the apply loop, CNI
 //! requests, `weirctl`.
 
+pub mod domains;
 mod drops;
 mod ends;
 mod explain;
@@ -30,13 +31,17 @@ use crate::compile::policy::{
 };
 use crate::kernel::{Kernel, KernelError, ObservedFlow};
 use crate::plan::policy::{Operation, Planner, Present};
+use domains::{AddressesInUse, DomainFile, Domains};
+pub use domains::{DOMAINS_NAME, watch as watch_domains};
 use drops::Recent;
 pub use drops::{Drop, watch as watch_drops};
 pub use explain::{DirectionReport, Explanation};
 pub use identities::IDENTITIES_NAME;
 use identities::IdentityFile;
 pub use programs::Enforced;
-pub use report::{DiffEntry, DiffReport, PolicyList, PolicyReport, ShutReport};
+pub use report::{
+    DiffEntry, DiffReport, LearntReport, NameReport, PolicyList, PolicyReport, ShutReport,
+};
 pub use stats::{DropCounters, Stats};
 
 /// More on disk than this many times what is in use is thrown away at start.
@@ -77,6 +82,22 @@ pub enum PolicyError {
         path: std::path::PathBuf,
         source: std::io::Error,
     },
+    #[error("keep learnt addresses of domain names in {path}: {source}")]
+    Domains {
+        path: std::path::PathBuf,
+        source: std::io::Error,
+    },
+}
+
+/// Opens what an earlier agent learnt of domain names.
+fn take_over_domains(domains: &Domains, state_dir: &Path) -> Result<DomainFile, PolicyError> {
+    let opened = DomainFile::open(state_dir, &domains::boot_id());
+    let (file, records) = opened.map_err(|source| PolicyError::Domains {
+        path: state_dir.join(DOMAINS_NAME),
+        source,
+    })?;
+    domains.load(records);
+    Ok(file)
 }
 
 /// A pod that is shut, and why.
@@ -117,7 +138,9 @@ struct Inner {
     locals: Locals,
     /// Pods that an earlier agent attached, while nobody spoke of policies: they go on.
     unspoken: BTreeMap<u32, LocalPod>,
-    domains: DomainAnswers,
+    /// As the maps hold them.
+    domains: Arc<DomainAnswers>,
+    domain_file: DomainFile,
     told: BTreeSet<u32>,
     /// Flows were judged by what is in the maps now. Not known of those that an earlier agent left.
     judged: bool,
@@ -127,6 +150,7 @@ struct Inner {
 pub struct Enforcer {
     maps: Arc<dyn PolicyMaps>,
     inner: Mutex<Inner>,
+    domains: Arc<Domains>,
     /// Something was put in place.
     changed: Condvar,
     stats: Stats,
@@ -150,7 +174,10 @@ impl Enforcer {
         state_dir: &Path,
         node_name: &str,
         state: &DesiredState,
+        domains: Arc<Domains>,
     ) -> Result<Self, PolicyError> {
+        let domain_file = take_over_domains(&domains, state_dir)?;
+        domains.ask_for(state.policies.values());
         let failed = |source| PolicyError::Identities {
             path: state_dir.join(IDENTITIES_NAME),
             source,
@@ -179,13 +206,15 @@ impl Enforcer {
                 ..Locals::default()
             },
             unspoken: BTreeMap::new(),
-            domains: DomainAnswers::default(),
+            domains: domains.answers(),
+            domain_file,
             told: BTreeSet::new(),
             judged: false,
         };
         let enforcer = Self {
             maps,
             inner: Mutex::new(inner),
+            domains,
             changed: Condvar::new(),
             stats: Stats::default(),
             recent: Mutex::default(),
@@ -214,6 +243,9 @@ impl Enforcer {
         inner.peers = state.policy_peers.clone();
         let first = inner.stage == Stage::Keeping;
         inner.stage = Stage::Enforcing;
+        if first || changes.everything || !changes.policies.is_empty() {
+            self.domains.ask_for(inner.policies.values());
+        }
         let everything = Changes::everything();
         self.update(&mut inner, if first { &everything } else { changes })
     }
@@ -325,6 +357,11 @@ impl Enforcer {
             let spoken = std::mem::take(&mut inner.unspoken);
             inner.locals.pods.extend(spoken);
         }
+        let mut learnt = self.domains.snapshot();
+        let file = &mut inner.domain_file;
+        let written = self.domains.write_fresh(&mut learnt, file);
+        written.map_err(|source| file.failed(source))?;
+        inner.domains = learnt.answers();
         let started = Instant::now();
         let input = Input {
             policies: &inner.policies,
@@ -360,6 +397,7 @@ impl Enforcer {
         // The planner is dropped on the way out: the next update starts from the maps.
         self.maps.write(&operations)?;
         inner.judged = true;
+        self.domains.placed(&learnt);
         let report = Report {
             changed: operations.len(),
             shut: inner.news(),
@@ -369,6 +407,39 @@ impl Enforcer {
         inner.planner = Some(planner);
         self.changed.notify_all();
         Ok(report)
+    }
+
+    /// What is known of the names that rules speak of.
+    #[must_use]
+    pub fn domains(&self) -> &Arc<Domains> {
+        &self.domains
+    }
+
+    /// Puts in place what was learnt of domain names since.
+    ///
+    /// # Errors
+    /// [`PolicyError`]; call again.
+    pub fn place_domains(&self) -> Result<(), PolicyError> {
+        self.update(&mut self.lock(), &Changes::default()).map(drop)
+    }
+
+    /// Takes away addresses of domain names whose time is over, but for those that conversations use.
+    ///
+    /// # Errors
+    /// [`PolicyError`]; call again.
+    pub fn expire_domains(&self, flows: &dyn AddressesInUse) -> Result<(), PolicyError> {
+        if self.is_keeping() {
+            return Ok(());
+        }
+        let expired = self.domains.expired();
+        let gone = !expired.is_empty() && self.domains.expire(&flows.in_use(&expired)?);
+        let mut inner = self.lock();
+        if gone {
+            self.update(&mut inner, &Changes::default())?;
+        }
+        let file = &mut inner.domain_file;
+        let done = self.domains.tidy_file(file);
+        done.map_err(|source| file.failed(source))
     }
 
     /// Looks at the live state.

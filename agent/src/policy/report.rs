@@ -1,12 +1,14 @@
 //! What `weirctl policy` shows.
 
 use std::collections::BTreeMap;
+use std::net::IpAddr;
 
 use control_api::desired::{Changes, DesiredState, Name};
 use control_api::v1::PolicyTier;
 use serde::{Deserialize, Serialize};
 
 use super::View;
+use super::domains;
 use super::drops::Drop;
 use super::ends;
 use super::explain::{self, Explanation, port_text};
@@ -21,6 +23,9 @@ pub struct PolicyList {
     pub policies: Vec<PolicyReport>,
     /// Pods that nothing may pass to or from.
     pub shut: Vec<ShutReport>,
+    /// Names that rules ask for, and the addresses that DNS answers gave them.
+    #[serde(default)]
+    pub names: Vec<NameReport>,
     /// The last packets that policies dropped, the newest last.
     pub drops: Vec<Drop>,
 }
@@ -45,6 +50,19 @@ pub struct PolicyReport {
 pub struct ShutReport {
     pub pod: String,
     pub why: String,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct NameReport {
+    pub name: String,
+    pub addresses: Vec<LearntReport>,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct LearntReport {
+    pub address: IpAddr,
+    /// Until it ends, unless an answer says it again. Zero: conversations still use it.
+    pub seconds_left: u64,
 }
 
 /// What staged policies would change.
@@ -112,8 +130,24 @@ pub(super) fn list(view: &View<'_>, drops: Vec<Drop>) -> PolicyList {
     PolicyList {
         policies,
         shut: shut.collect(),
+        names: learnt_names(view, domains::now_us()),
         drops,
     }
+}
+
+fn learnt_names(view: &View<'_>, now_us: i64) -> Vec<NameReport> {
+    let names = view.domains.iter();
+    names
+        .map(|(name, addresses)| NameReport {
+            name: name.to_owned(),
+            addresses: addresses
+                .map(|(address, until_us)| LearntReport {
+                    address,
+                    seconds_left: u64::try_from((until_us - now_us) / 1_000_000).unwrap_or(0),
+                })
+                .collect(),
+        })
+        .collect()
 }
 
 /// Explains every packet that a question means: one for each pair of addresses of a family.

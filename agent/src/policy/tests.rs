@@ -1,5 +1,7 @@
 //! Starts, restarts and failures, on maps that are ordinary collections.
 
+mod domains;
+
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use control_api::v1::{
@@ -128,7 +130,7 @@ impl Node {
 
     fn agent(&self, state: &DesiredState) -> Enforcer {
         let maps: Arc<dyn PolicyMaps> = Arc::<Fake>::clone(&self.maps);
-        Enforcer::start(maps, self.dir.path(), "n1", state).unwrap()
+        Enforcer::start(maps, self.dir.path(), "n1", state, Arc::default()).unwrap()
     }
 }
 

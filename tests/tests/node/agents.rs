@@ -28,7 +28,7 @@ pub(crate) fn left_out(test: &str) -> bool {
 }
 
 /// Answers every connection on `address` with the server's and the client's address; a line gets a line back.
-fn serve(namespace: &Namespace, address: IpAddr) {
+pub(crate) fn serve(namespace: &Namespace, address: IpAddr) {
     let listener = namespace
         .enter(|| Ok(TcpListener::bind((address, PORT))?))
         .unwrap();
@@ -53,9 +53,17 @@ fn serve(namespace: &Namespace, address: IpAddr) {
 }
 
 fn connect(from: &Namespace, target: SocketAddr) -> std::io::Result<TcpStream> {
+    connect_within(from, target, PATIENCE)
+}
+
+pub(crate) fn connect_within(
+    from: &Namespace,
+    target: SocketAddr,
+    patience: Duration,
+) -> std::io::Result<TcpStream> {
     let mut result = None;
     from.enter(|| {
-        result = Some(TcpStream::connect_timeout(&target, PATIENCE));
+        result = Some(TcpStream::connect_timeout(&target, patience));
         Ok(())
     })
     .unwrap();

@@ -87,6 +87,18 @@ impl Member {
         }
     }
 
+    /// Changes the configuration of the agent that starts next.
+    pub(crate) fn reconfigure(&self, from: &str, to: &str) {
+        let path = self.dir.path().join("agent.toml");
+        let config = std::fs::read_to_string(&path).unwrap();
+        assert!(config.contains(from), "{from:?} in {config}");
+        std::fs::write(&path, config.replace(from, to)).unwrap();
+    }
+
+    pub(crate) fn run_dir(&self) -> PathBuf {
+        self.dir.path().join("run")
+    }
+
     pub(crate) fn start_agent(&mut self) {
         let log = std::fs::OpenOptions::new()
             .create(true)
@@ -387,14 +399,23 @@ impl Cluster {
     /// Makes a pod on the node with this index.
     pub(crate) fn pod(&self, node: usize, container: &str) -> Pod {
         let namespace = Namespace::new("pod").unwrap();
-        let result: Value = self.members[node]
-            .runtime
-            .add(container, &namespace)
-            .unwrap();
+        let result = self.members[node].runtime.add(container, &namespace);
+        self.attached(node, container, namespace, &result.unwrap())
+    }
+
+    /// Makes a pod of the cluster, which has policies.
+    pub(crate) fn cluster_pod(&self, node: usize, container: &str, of: &str, name: &str) -> Pod {
+        let namespace = Namespace::new("pod").unwrap();
+        let runtime = &self.members[node].runtime;
+        let result = runtime.add_named(container, &namespace, of, name);
+        self.attached(node, container, namespace, &result.unwrap())
+    }
+
+    fn attached(&self, node: usize, container: &str, namespace: Namespace, result: &Value) -> Pod {
         Pod {
             container: container.into(),
             namespace,
-            ips: addresses(&result),
+            ips: addresses(result),
             node: self.members[node].name.clone(),
         }
     }

@@ -81,6 +81,18 @@ impl Runtime {
         netns: Option<&Path>,
         extra: Value,
     ) -> Result<Value, Value> {
+        // No pod of a cluster, which would have policies to wait for.
+        self.call_for(command, container, netns, extra, "IgnoreUnknown=1")
+    }
+
+    fn call_for(
+        &self,
+        command: &str,
+        container: &str,
+        netns: Option<&Path>,
+        extra: Value,
+        arguments: &str,
+    ) -> Result<Value, Value> {
         let mut config = json!({
             "cniVersion": self.version,
             "name": "weir",
@@ -98,11 +110,7 @@ impl Runtime {
             .env("CNI_IFNAME", "eth0")
             .env("CNI_NETNS", netns.unwrap_or(Path::new("")))
             .env("CNI_PATH", "/opt/cni/bin")
-            .env(
-                "CNI_ARGS",
-                // No pod of a cluster, which would have policies to wait for.
-                "IgnoreUnknown=1",
-            )
+            .env("CNI_ARGS", arguments)
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .stderr(Stdio::inherit())
@@ -128,6 +136,20 @@ impl Runtime {
 
     pub(crate) fn add(&self, container: &str, pod: &Namespace) -> Result<Value, Value> {
         self.call("ADD", container, Some(&pod.path()), Value::Null)
+    }
+
+    /// ADD for a pod of the cluster.
+    pub(crate) fn add_named(
+        &self,
+        container: &str,
+        pod: &Namespace,
+        namespace: &str,
+        name: &str,
+    ) -> Result<Value, Value> {
+        let arguments =
+            format!("IgnoreUnknown=1;K8S_POD_NAMESPACE={namespace};K8S_POD_NAME={name}");
+        let path = pod.path();
+        self.call_for("ADD", container, Some(&path), Value::Null, &arguments)
     }
 
     pub(crate) fn del(&self, container: &str) -> Result<Value, Value> {

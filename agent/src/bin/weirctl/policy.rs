@@ -19,7 +19,8 @@ pub(super) enum PolicyCommand {
     Explain {
         /// namespace/pod, node/NAME, or an address.
         from: String,
-        /// TO:PORT or TO:PORT/PROTOCOL, where TO is as FROM, or svc/namespace/name; IPv6 addresses in brackets.
+        /// TO:PORT or TO:PORT/PROTOCOL, where TO is as FROM, svc/namespace/name, or a domain name of a rule; IPv6 addresses
+        /// in brackets.
         to: String,
     },
     /// Policies that select pods of this node, pods that are shut, and the last packets that policies dropped.
@@ -27,6 +28,9 @@ pub(super) enum PolicyCommand {
         /// Also the last packets that were dropped.
         #[arg(long)]
         drops: bool,
+        /// Also the domain names of rules, with the addresses that DNS answers gave them.
+        #[arg(long)]
+        names: bool,
     },
     /// Flows and dropped packets that staged policies (annotation weir.dev/staged) would treat otherwise.
     Diff,
@@ -52,12 +56,12 @@ pub(super) fn run(
                 explain_text(&said)?
             }
         }
-        PolicyCommand::List { drops } => {
+        PolicyCommand::List { drops, names } => {
             let body = get(socket, "/v1/policy/list")?;
             if json {
                 pretty(&body)?
             } else {
-                list_text(&parse(&body)?, *drops)?
+                list_text(&parse(&body)?, *drops, *names)?
             }
         }
         PolicyCommand::Diff => {
@@ -93,6 +97,10 @@ fn explain_text(said: &[Explanation]) -> Result<String> {
         }
         let word = if one.allowed { "ALLOWED" } else { "DENIED" };
         writeln!(out, "{word}  {} to {}, {}", one.from, one.to, one.port)?;
+        if !one.names.is_empty() {
+            let names = one.names.join(", ");
+            writeln!(out, "  DNS answers gave the address for {names}")?;
+        }
         for side in &one.directions {
             writeln!(
                 out,
@@ -113,7 +121,7 @@ fn explain_text(said: &[Explanation]) -> Result<String> {
     Ok(out)
 }
 
-fn list_text(list: &PolicyList, drops: bool) -> Result<String> {
+fn list_text(list: &PolicyList, drops: bool, names: bool) -> Result<String> {
     let mut rows = vec![
         [
             "TIER",
@@ -160,6 +168,17 @@ fn list_text(list: &PolicyList, drops: bool) -> Result<String> {
     let mut out = table(&rows);
     for shut in &list.shut {
         writeln!(out, "SHUT  {}: {}", shut.pod, shut.why)?;
+    }
+    for one in list.names.iter().filter(|_| names) {
+        let addresses = one
+            .addresses
+            .iter()
+            .map(|learnt| match learnt.seconds_left {
+                0 => format!("{} (in use)", learnt.address),
+                seconds => format!("{} ({seconds} s)", learnt.address),
+            });
+        let addresses: Vec<String> = addresses.collect();
+        writeln!(out, "NAME  {}: {}", one.name, addresses.join(", "))?;
     }
     for drop in list.drops.iter().filter(|_| drops) {
         writeln!(

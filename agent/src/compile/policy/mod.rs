@@ -30,7 +30,7 @@ use dataplane_common::layout::{
 };
 
 pub use compiler::{Compiler, Input, Mode};
-pub use domains::DomainAnswers;
+pub use domains::{DomainAnswers, DomainLimit, Lesson, Wanted};
 pub use flatten::{Entries, Entry};
 pub use hosts::{LocalPod, Locals};
 pub use identity::{Identities, Members, NamedPort, Record};

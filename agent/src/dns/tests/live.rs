@@ -82,7 +82,8 @@ async fn serve(upstreams: &[SocketAddr]) -> SocketAddr {
     zone.set_synced();
     let metrics = Arc::new(Metrics::default());
     let forwarder = Forwarder::new(upstreams, Arc::clone(&metrics));
-    let server = Arc::new(Server::new(Arc::new(RwLock::new(zone)), forwarder, metrics));
+    let zone = Arc::new(RwLock::new(zone));
+    let server = Arc::new(Server::new(zone, forwarder, metrics, Arc::default()));
     let (udp, tcp) = server::bind("127.0.0.1:0".parse().unwrap()).unwrap();
     let address = udp.local_addr().unwrap();
     tokio::spawn(Arc::clone(&server).udp(udp));

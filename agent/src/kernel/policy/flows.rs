@@ -1,10 +1,12 @@
 //! Flows as policies see them, for comparisons.
 
+use std::collections::HashSet;
 use std::net::IpAddr;
 use std::path::Path;
 
 use dataplane_common::layout::{Flow, FlowKey};
-use dataplane_common::{V4, V6};
+use dataplane_common::policy::verdict;
+use dataplane_common::{Family, V4, V6};
 
 use crate::kernel::KernelError;
 use crate::kernel::services::{Wire, failed, open};
@@ -44,6 +46,51 @@ impl FlowTables {
         let mut all = some(&self.v4, most)?;
         all.extend(some(&self.v6, most)?);
         Ok(all)
+    }
+
+    /// Those among some addresses to which a conversation goes that policies allow. Walks all flows.
+    pub(in crate::kernel) fn destinations(
+        &self,
+        among: &HashSet<IpAddr>,
+        now_s: u32,
+    ) -> Result<HashSet<IpAddr>, KernelError> {
+        let mut found = HashSet::new();
+        used(&self.v4, among, now_s, &mut found)?;
+        used(&self.v6, among, now_s, &mut found)?;
+        Ok(found)
+    }
+}
+
+fn used<A>(
+    table: &Table<FlowKey<A>, Flow<A>>,
+    among: &HashSet<IpAddr>,
+    now_s: u32,
+    found: &mut HashSet<IpAddr>,
+) -> Result<(), KernelError>
+where
+    A: Family + Wire,
+    FlowKey<A>: Plain,
+    Flow<A>: Plain,
+{
+    let mut position = Position::default();
+    loop {
+        let batch = table
+            .batch(&mut position, BATCH)
+            .map_err(failed("read", table.name))?;
+        for (_, flow) in &batch.entries {
+            let destination = flow.backend.to_address();
+            let denied = flow.policy.verdict() & verdict::DENIED != 0;
+            if among.contains(&destination)
+                && !denied
+                && !flow.is_disposable()
+                && !flow.is_expired(now_s, false)
+            {
+                found.insert(destination);
+            }
+        }
+        if batch.last {
+            return Ok(());
+        }
     }
 }
 

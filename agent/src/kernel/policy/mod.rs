@@ -4,7 +4,9 @@
 mod events;
 mod flows;
 
+use std::collections::HashSet;
 use std::io;
+use std::net::IpAddr;
 use std::path::{Path, PathBuf};
 
 use dataplane_common::layout::{
@@ -59,6 +61,15 @@ impl PolicyTables {
     /// Some of the flows, about `most` of each family.
     pub(super) fn some_flows(&self, most: usize) -> Result<Vec<ObservedFlow>, KernelError> {
         FlowTables::open(&self.maps)?.some(most)
+    }
+
+    /// Those among some addresses to which a conversation goes that policies allow.
+    pub(super) fn destinations_in_use(
+        &self,
+        among: &HashSet<IpAddr>,
+        now_s: u32,
+    ) -> Result<HashSet<IpAddr>, KernelError> {
+        FlowTables::open(&self.maps)?.destinations(among, now_s)
     }
 
     pub(super) fn read(&self) -> Result<Present, KernelError> {

@@ -1,4 +1,5 @@
 mod clusters;
+mod domains;
 mod examples;
 mod naive;
 pub(crate) mod world;

@@ -339,7 +339,7 @@ impl World {
                 16..18 => self.answer(),
                 18 => {
                     let now = self.dice.random_range(0..10);
-                    self.domains.expire(now, |_| false);
+                    self.domains.expire(now, |_, _| false);
                 }
                 _ => changes.everything = true,
             }
