@@ -9,6 +9,8 @@
 mod agents;
 #[path = "node/announce.rs"]
 mod announce;
+#[path = "node/cases.rs"]
+mod cases;
 #[path = "node/cluster.rs"]
 mod cluster;
 #[path = "node/cni.rs"]
@@ -19,7 +21,5 @@ mod domains;
 mod feed;
 #[path = "node/overlay.rs"]
 mod overlay;
-#[path = "node/policy.rs"]
-mod policy;
 #[path = "node/support.rs"]
 mod support;

@@ -7,6 +7,7 @@ use proptest::prelude::*;
 use proptest::sample::select;
 
 use super::collect::Plainly;
+use super::sockets::{NAMESPACE, Sockets};
 use super::tables::{Collections, LOCAL_PODS, TestFamily, go_on};
 use crate::address::{ICMP, ICMPV6, SCTP, TCP, UDP};
 use crate::collect::{collect_flow, collect_reply};
@@ -22,6 +23,7 @@ use crate::path::{self, Hook};
 use crate::reason::DropReason;
 use crate::refuse::may_answer;
 use crate::sctp::is_torn;
+use crate::socket::{self, ClientFamily, Cookie, Place, Socket, Steering};
 use crate::{Port, V4, V6, driver};
 
 /// Where a packet comes to.
@@ -274,8 +276,93 @@ fn run<A: TestFamily>(seed: u64, room: usize, steps: &[Step]) -> Result<(), Test
     Ok(())
 }
 
+/// A system call of any kind, on a socket with this number.
+#[derive(Clone, Copy, Debug)]
+enum Call {
+    Connect,
+    Send,
+    Receive,
+    PeerName,
+    Release,
+}
+
+const SOCKETS: u64 = 3;
+
+fn call() -> impl Strategy<Value = (Call, u64, Fields, bool)> {
+    let call = select(vec![
+        Call::Connect,
+        Call::Connect,
+        Call::Send,
+        Call::Send,
+        Call::Receive,
+        Call::PeerName,
+        Call::Release,
+    ]);
+    (call, 0..SOCKETS, fields(), prop::bool::weighted(0.8))
+}
+
+fn make<A: TestFamily + ClientFamily>(
+    sockets: &mut Sockets<A>,
+    (call, number, fields, known): &(Call, u64, Fields, bool),
+) -> Result<(), TestCaseError> {
+    let cookie = Cookie::new(*number);
+    let place = Place::new(end::<A>(fields.ends.1), Port::new(fields.ports.1));
+    let socket = Socket {
+        namespace: if *known { NAMESPACE } else { 0 },
+        cookie,
+        source: end::<A>(fields.ends.0),
+        flags: u32::from(fields.flags) & 3,
+        protocol: fields.protocol.into(),
+    };
+    let steering: Steering<A> = match call {
+        Call::Connect => socket::connect(sockets, &socket, &place),
+        Call::Send => socket::send(sockets, &socket, &place),
+        Call::Receive => socket::receive(sockets, &cookie, &place),
+        Call::PeerName => socket::peer_name(sockets, &cookie, &place),
+        Call::Release => {
+            socket::release(sockets, &cookie, fields.protocol.into());
+            return Ok(());
+        }
+    };
+    prop_assert!(steering.is_translated() || steering.place == place);
+    Ok(())
+}
+
+fn run_calls<A: TestFamily + ClientFamily>(
+    seed: u64,
+    calls: &[(Call, u64, Fields, bool)],
+) -> Result<(), TestCaseError> {
+    let mut sockets = Sockets::<A>::new(seed, 16);
+    for protocol in [TCP, UDP] {
+        sockets
+            .tables
+            .serve(1, protocol, &[(1, false), (6, false), (7, true)]);
+    }
+    for call in calls {
+        make(&mut sockets, call)?;
+    }
+    for number in 0..SOCKETS {
+        for protocol in [TCP, UDP] {
+            socket::release(&mut sockets, &Cookie::new(number), protocol.into());
+        }
+    }
+    prop_assert_eq!(sockets.held(), 0, "closed sockets left entries");
+    Ok(())
+}
+
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(512))]
+
+    #[test]
+    fn any_call_is_answered_at_every_socket_hook(
+        seed in any::<u64>(), calls in vec(call(), 1..60), v6 in any::<bool>(),
+    ) {
+        if v6 {
+            run_calls::<V6>(seed, &calls)?;
+        } else {
+            run_calls::<V4>(seed, &calls)?;
+        }
+    }
 
     #[test]
     fn any_packet_is_answered_at_every_entry(

@@ -24,13 +24,13 @@ use crate::tables::{Inserted, Tables};
 use crate::{Port, V4, V6};
 
 /// The namespace of the client, pod 1, and one that nobody knows.
-const NAMESPACE: u64 = 77;
+pub(super) const NAMESPACE: u64 = 77;
 const UNKNOWN: u64 = 78;
 const CLIENT: u8 = 1;
 const SERVICES: u8 = 4;
 
-struct Sockets<A> {
-    tables: Collections<A>,
+pub(super) struct Sockets<A> {
+    pub(super) tables: Collections<A>,
     room: usize,
     namespace: Namespace,
     /// A further address and what it is.
@@ -43,7 +43,7 @@ struct Sockets<A> {
 }
 
 impl<A: TestFamily + ClientFamily> Sockets<A> {
-    fn new(seed: u64, room: usize) -> Self {
+    pub(super) fn new(seed: u64, room: usize) -> Self {
         let link = A::link(CLIENT);
         Self {
             tables: Collections::new(seed, 10_000),
@@ -67,7 +67,7 @@ impl<A: TestFamily + ClientFamily> Sockets<A> {
         self.events.get(&event).copied().unwrap_or(0)
     }
 
-    fn held(&self) -> usize {
+    pub(super) fn held(&self) -> usize {
         self.connections.len() + self.flows.len() + self.origins.len() + self.uses.len()
     }
 

@@ -271,6 +271,9 @@ impl View {
                 let Some(ip) = list(&item["addresses"]).find_map(|a| text(a).parse().ok()) else {
                     continue;
                 };
+                if is_nobodys(ip) {
+                    continue;
+                }
                 let seen = endpoint(item, SocketAddr::new(ip, port));
                 let known = found.entry(seen.address).or_insert_with(|| seen.clone());
                 known.ready |= seen.ready;
@@ -279,6 +282,15 @@ impl View {
         }
         found.into_values().collect()
     }
+}
+
+/// Addresses that an Endpoints object may not have (API reference, `EndpointAddress`), and 0.0.0.0.
+fn is_nobodys(ip: IpAddr) -> bool {
+    let local = match ip {
+        IpAddr::V4(v4) => v4.is_link_local(),
+        IpAddr::V6(v6) => v6.is_unicast_link_local(),
+    };
+    local || ip.is_loopback() || ip.is_multicast() || ip.is_unspecified()
 }
 
 fn endpoint(item: &Value, address: SocketAddr) -> Endpoint {

@@ -1,5 +1,6 @@
-//! Policies on real agents, case by case: closed pods, labels that come and go, flows that are revoked, agents that are
-//! killed and started without a control plane. Continuous probes look all the while.
+//! The repository's own cases on real agents. Policies: closed pods, labels that come and go, flows that are revoked,
+//! agents that are killed and started without a control plane, with continuous probes all the while. Services: bad input,
+//! sizes and underlays that the handed cases leave out.
 
 use std::path::Path;
 use std::process::Command;
@@ -10,9 +11,7 @@ use super::support::{program, skipped};
 /// What follows is heavy on processes: two worlds at once are enough.
 const JOBS: &str = "2";
 
-#[test]
-fn own_policy_cases_hold_on_real_agents() {
-    let test = "own_policy_cases_hold_on_real_agents";
+fn own_cases_hold(test: &str, kind: &str) {
     if skipped(test) {
         return;
     }
@@ -20,9 +19,11 @@ fn own_policy_cases_hold_on_real_agents() {
         println!("SKIPPED {test}: {why}");
         return;
     }
-    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("cases/policy");
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR"))
+        .join("cases")
+        .join(kind);
     let output = Command::new(program("weir-tests", "weir-cases"))
-        .arg("policy")
+        .arg(kind)
         .arg(folder)
         .args(["--kernel", "--jobs", JOBS, "--agent"])
         .arg(program("weir-agent", "weir-agent"))
@@ -34,4 +35,14 @@ fn own_policy_cases_hold_on_real_agents() {
     let more = String::from_utf8_lossy(&output.stderr);
     assert!(output.status.success(), "{said}\n{more}");
     println!("{said}");
+}
+
+#[test]
+fn own_policy_cases_hold_on_real_agents() {
+    own_cases_hold("own_policy_cases_hold_on_real_agents", "policy");
+}
+
+#[test]
+fn own_service_cases_hold_on_real_agents() {
+    own_cases_hold("own_service_cases_hold_on_real_agents", "service");
 }
