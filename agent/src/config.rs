@@ -43,6 +43,10 @@ pub struct Config {
     /// Labels for the Node object (whole-cluster mode).
     #[serde(default)]
     pub labels: std::collections::BTreeMap<String, String>,
+    /// A cloud's controller initialises the node, as with kubelet's `--cloud-provider=external`: pods wait for it, and
+    /// the addresses of the Node object are as it says (whole-cluster mode).
+    #[serde(default)]
+    pub external_cloud_provider: bool,
     pub feed: Feed,
     #[serde(default)]
     pub dataplane: Dataplane,

@@ -162,6 +162,7 @@ fn report(
         info: Some(fields.info),
         node_api_address: api.map(|a| a.to_string()).unwrap_or_default(),
         full: true,
+        external_cloud_provider: config.external_cloud_provider,
     }
 }
 

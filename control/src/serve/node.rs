@@ -23,6 +23,11 @@ const WRITE_ATTEMPTS: usize = 5;
 /// The Kubernetes version whose node API this agent speaks.
 const KUBERNETES_VERSION: &str = "v1.36.4";
 
+/// Keeps pods away until a cloud's controller has initialised the node, and asks it to (KEP-2392).
+const UNINITIALIZED_TAINT: &str = "node.cloudprovider.kubernetes.io/uninitialized";
+/// The addresses that a cloud's controller must confirm.
+const PROVIDED_ADDRESS_ANNOTATION: &str = "alpha.kubernetes.io/provided-node-ip";
+
 impl Feed {
     pub(super) async fn report_node(&self, report: NodeReport) -> Result<NodeReportReply, Status> {
         let now = now_us();
@@ -52,7 +57,7 @@ impl Feed {
     }
 
     async fn register(&self, report: &NodeReport) -> Result<Arc<Value>, Status> {
-        let node = json!({
+        let mut node = json!({
             "apiVersion": "v1", "kind": "Node",
             "metadata": {
                 "name": report.name,
@@ -60,6 +65,11 @@ impl Feed {
                 "annotations": annotations(report),
             },
         });
+        if report.external_cloud_provider {
+            node["spec"]["taints"] = json!([
+                {"key": UNINITIALIZED_TAINT, "value": "true", "effect": "NoSchedule"}
+            ]);
+        }
         match self.client.create(resources::NODES, "", node).await {
             Ok(node) => {
                 tracing::info!(node = report.name, "registered a node");
@@ -214,18 +224,13 @@ fn labels(report: &NodeReport) -> Map<String, Value> {
         .info
         .as_ref()
         .map_or("", |info| info.architecture.as_str());
-    let hostname = if report.hostname.is_empty() {
-        &report.name
-    } else {
-        &report.hostname
-    };
     let mut labels: Map<String, Value> = report
         .labels
         .iter()
         .map(|(key, value)| (key.clone(), json!(value)))
         .collect();
     for (key, value) in [
-        ("kubernetes.io/hostname", hostname.as_str()),
+        ("kubernetes.io/hostname", hostname(report)),
         ("kubernetes.io/os", "linux"),
         ("kubernetes.io/arch", architecture),
         ("beta.kubernetes.io/os", "linux"),
@@ -239,13 +244,16 @@ fn labels(report: &NodeReport) -> Map<String, Value> {
 }
 
 fn annotations(report: &NodeReport) -> Map<String, Value> {
-    let address = (!report.node_api_address.is_empty()).then(|| {
-        (
-            NODE_API_ANNOTATION.to_owned(),
-            json!(report.node_api_address),
-        )
-    });
-    address.into_iter().collect()
+    let mut annotations = Map::new();
+    if !report.node_api_address.is_empty() {
+        let address = json!(report.node_api_address);
+        annotations.insert(NODE_API_ANNOTATION.to_owned(), address);
+    }
+    if report.external_cloud_provider {
+        let addresses = json!(report.internal_ips.join(","));
+        annotations.insert(PROVIDED_ADDRESS_ANNOTATION.to_owned(), addresses);
+    }
+    annotations
 }
 
 /// The status after this report; `None` when it would say nothing new.
@@ -253,20 +261,12 @@ fn node_status(before: &Value, report: &NodeReport, now: i64) -> Option<Value> {
     let mut after = before.as_object().cloned().unwrap_or_default();
     let info = report.info.clone().unwrap_or_default();
     let resources = capacity(report);
-    let mut addresses: Vec<Value> = report
-        .internal_ips
-        .iter()
-        .map(|ip| json!({"type": "InternalIP", "address": ip}))
-        .collect();
-    let hostname = if report.hostname.is_empty() {
-        &report.name
-    } else {
-        &report.hostname
-    };
-    addresses.push(json!({"type": "Hostname", "address": hostname}));
     after.insert("capacity".into(), resources.clone());
     after.insert("allocatable".into(), resources);
-    after.insert("addresses".into(), Value::Array(addresses));
+    // Those that a cloud has confirmed are the cloud's to change.
+    if !report.external_cloud_provider || !before["addresses"].is_array() {
+        after.insert("addresses".into(), addresses(report));
+    }
     let port = report
         .node_api_address
         .rsplit_once(':')
@@ -303,6 +303,21 @@ fn node_status(before: &Value, report: &NodeReport, now: i64) -> Option<Value> {
     }
     after.insert("conditions".into(), conditions);
     Some(Value::Object(after))
+}
+
+fn addresses(report: &NodeReport) -> Value {
+    let internal = report.internal_ips.iter();
+    let internal = internal.map(|ip| json!({"type": "InternalIP", "address": ip}));
+    let hostname = json!({"type": "Hostname", "address": hostname(report)});
+    internal.chain([hostname]).collect()
+}
+
+fn hostname(report: &NodeReport) -> &str {
+    if report.hostname.is_empty() {
+        &report.name
+    } else {
+        &report.hostname
+    }
 }
 
 fn capacity(report: &NodeReport) -> Value {

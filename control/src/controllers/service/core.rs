@@ -121,10 +121,6 @@ impl Allocator {
         self.pools = pools;
     }
 
-    pub(super) fn has_pools(&self) -> bool {
-        !self.pools.is_empty()
-    }
-
     /// Replaces the addresses that an object uses without having got them here.
     pub(super) fn set_foreign(&mut self, owner: &Key, addresses: &BTreeSet<IpAddr>) {
         let before = self.foreign_of.remove(owner).unwrap_or_default();

@@ -155,21 +155,33 @@ impl Services {
         waiting.into_iter().for_each(|key| self.queue.add(key));
     }
 
-    /// The Service has, or had, addresses of ours and is to have none.
-    async fn withdraw(&self, service: &Value, session: &Session<'_>) -> Result<(), ApiError> {
+    /// The Service has, or had, addresses of ours and is to have none. What another provider has entered stays.
+    async fn withdraw(&self, service: Arc<Value>, session: &Session<'_>) -> Result<(), ApiError> {
         if self.provider.release(&service.key()) {
             self.wake_waiting();
         }
         self.state().waiting.remove(&service.key());
-        if !is_ours(service) {
+        if !is_ours(&service) {
             return Ok(());
         }
-        let mut status = service
-            .at(&["status"])
-            .cloned()
-            .unwrap_or_else(|| json!({}));
-        // Another provider may have taken over: its addresses stay.
-        if is_given(service) && service.text(&["spec", "type"]) == "LoadBalancer" {
+        let given = is_given(&service);
+        let mut object = Arc::clone(&service);
+        // Before the condition, which says that the finalizer is ours: one that is left behind holds the Service for ever.
+        if given && has_finalizer(&service) {
+            object = set_finalizer(&service, false, session).await?;
+            let about = (object.as_ref(), ABOUT.0, ABOUT.1);
+            let recorder = session.recorder().named("service-controller");
+            recorder.normal(
+                about,
+                "AddressesReleased",
+                "load-balancer addresses were given back".into(),
+            );
+            if object.is_deleting() && object.items(&["metadata", "finalizers"]).is_empty() {
+                return Ok(());
+            }
+        }
+        let mut status = object.at(&["status"]).cloned().unwrap_or_else(|| json!({}));
+        if given && object.text(&["spec", "type"]) == "LoadBalancer" {
             set(&mut status, &["loadBalancer"], json!({}));
         }
         let conditions = status.items(&["conditions"]).iter();
@@ -178,51 +190,23 @@ impl Services {
             .cloned()
             .collect();
         set(&mut status, &["conditions"], Value::Array(others));
-        let mut object = session
-            .replace_status(resources::SERVICES, service, status)
+        session
+            .replace_status(resources::SERVICES, &object, status)
             .await?;
-        if has_finalizer(&object) {
-            let mut changed = Value::clone(&object);
-            let kept: Vec<Value> = object
-                .items(&["metadata", "finalizers"])
-                .iter()
-                .filter(|f| f.as_str() != Some(FINALIZER))
-                .cloned()
-                .collect();
-            set(
-                &mut changed,
-                &["metadata", "finalizers"],
-                Value::Array(kept),
-            );
-            object = session.update(resources::SERVICES, changed).await?;
-        }
-        let about = (object.as_ref(), ABOUT.0, ABOUT.1);
-        let recorder = session.recorder().named("service-controller");
-        recorder.normal(
-            about,
-            "AddressesReleased",
-            "load-balancer addresses were given back".into(),
-        );
         Ok(())
     }
 
     async fn provide(&self, service: Arc<Value>, session: &Session<'_>) -> Result<(), ApiError> {
-        // Without pools nobody has asked us to give addresses: somebody else may.
-        if !self.provider.has_pools() && !is_given(&service) && !ingress(&service).is_empty() {
-            return Ok(());
+        // Somebody else gives it addresses: a cloud's controller.
+        if !is_given(&service) && !ingress(&service).is_empty() {
+            return self.withdraw(service, session).await;
         }
         let outcome = self.provider.ensure(&service);
         let mut object = service;
-        if !outcome.addresses.is_empty() && !has_finalizer(&object) {
-            let mut changed = Value::clone(&object);
-            let mut list = object.items(&["metadata", "finalizers"]).to_vec();
-            list.push(FINALIZER.into());
-            set(
-                &mut changed,
-                &["metadata", "finalizers"],
-                Value::Array(list),
-            );
-            object = session.update(resources::SERVICES, changed).await?;
+        // Ours is there as long as the Service has addresses of ours; others use the same one.
+        let (has, wants) = (has_finalizer(&object), !outcome.addresses.is_empty());
+        if has != wants && (wants || is_given(&object)) {
+            object = set_finalizer(&object, wants, session).await?;
         }
         if outcome.problem.is_some() {
             self.state().waiting.insert(object.key());
@@ -325,7 +309,7 @@ impl Controller for Services {
         if self.provider.serves(&service) && !service.is_deleting() {
             self.provide(service, session).await?;
         } else {
-            self.withdraw(&service, session).await?;
+            self.withdraw(service, session).await?;
         }
         Ok(None)
     }
@@ -352,6 +336,25 @@ fn is_given(service: &Value) -> bool {
 fn has_finalizer(service: &Value) -> bool {
     let list = service.items(&["metadata", "finalizers"]);
     list.iter().any(|f| f.as_str() == Some(FINALIZER))
+}
+
+async fn set_finalizer(
+    service: &Value,
+    present: bool,
+    session: &Session<'_>,
+) -> Result<Arc<Value>, ApiError> {
+    let mut list = service.items(&["metadata", "finalizers"]).to_vec();
+    list.retain(|finalizer| finalizer.as_str() != Some(FINALIZER));
+    if present {
+        list.push(FINALIZER.into());
+    }
+    let mut changed = service.clone();
+    set(
+        &mut changed,
+        &["metadata", "finalizers"],
+        Value::Array(list),
+    );
+    session.update(resources::SERVICES, changed).await
 }
 
 fn node_addresses(node: &Value) -> BTreeSet<IpAddr> {

@@ -44,10 +44,6 @@ impl PoolProvider {
         self.lock().set_pools(pools);
     }
 
-    pub(super) fn has_pools(&self) -> bool {
-        self.lock().has_pools()
-    }
-
     /// Addresses that an object uses without having got them here.
     pub(super) fn set_foreign(&self, owner: &Key, addresses: &BTreeSet<IpAddr>) {
         self.lock().set_foreign(owner, addresses);

@@ -139,3 +139,70 @@ async fn both_families_and_two_services_on_one_frontend() {
     patched.await.unwrap();
     event(&cluster, "b", "FrontendConflict").await;
 }
+
+/// What a cloud's controller does to a Service: its finalizer, and an address in the status.
+async fn cloud_serves(cluster: &Cluster, key: &Key, ip: &str) {
+    let finalizer = json!({"metadata": {"finalizers": [FINALIZER]}});
+    cluster.merge(resources::SERVICES, key, finalizer).await;
+    let status = json!({"status": {"loadBalancer": {"ingress": [{"ip": ip, "ipMode": "Proxy"}]}}});
+    let patched = cluster.client.patch(
+        resources::SERVICES,
+        "default",
+        &key.name,
+        "status",
+        crate::client::PatchKind::Merge,
+        status,
+    );
+    patched.await.unwrap();
+}
+
+/// Waits until the cloud's balancer is all that a Service has.
+async fn is_the_clouds(cluster: &Cluster, key: &Key, ip: &str) {
+    let wanted: Vec<IpAddr> = vec![ip.parse().unwrap()];
+    cluster
+        .until(resources::SERVICES, |services| {
+            services
+                .get(key)
+                .is_some_and(|s| ingress(&s) == wanted && has_finalizer(&s) && !is_ours(&s))
+        })
+        .await;
+}
+
+#[tokio::test]
+async fn what_a_clouds_controller_gives_is_left_alone() {
+    let cluster = Cluster::start().await;
+    // It may take Services of no class where no pool serves them: our word about that goes.
+    let a = balancer(&cluster, "a", json!({})).await;
+    shows(&cluster, &a, &[], "NoPools").await;
+    cloud_serves(&cluster, &a, "203.0.113.1").await;
+    is_the_clouds(&cluster, &a, "203.0.113.1").await;
+    // Pools that come later take nothing away from it, and nothing is done for a class that is not ours.
+    pools(&cluster, "[{name: p, ranges: [192.0.2.1]}]").await;
+    let b = balancer(&cluster, "b", json!({"loadBalancerClass": "example.com/x"})).await;
+    cloud_serves(&cluster, &b, "203.0.113.2").await;
+    let c = balancer(&cluster, "c", json!({"loadBalancerClass": "weir.dev/l2"})).await;
+    shows(&cluster, &c, &["192.0.2.1"], "AddressesAssigned").await;
+    is_the_clouds(&cluster, &a, "203.0.113.1").await;
+    is_the_clouds(&cluster, &b, "203.0.113.2").await;
+    // Its finalizer is its own to take away.
+    cluster.delete(resources::SERVICES, &b).await;
+    cluster
+        .until(resources::SERVICES, |s| {
+            s.get(&b)
+                .is_some_and(|b| b.is_deleting() && has_finalizer(&b))
+        })
+        .await;
+    let freed = json!({"metadata": {"finalizers": null}});
+    let patched = cluster.client.patch(
+        resources::SERVICES,
+        "default",
+        "b",
+        "",
+        crate::client::PatchKind::Merge,
+        freed,
+    );
+    patched.await.unwrap();
+    cluster
+        .until(resources::SERVICES, |s| s.get(&b).is_none())
+        .await;
+}

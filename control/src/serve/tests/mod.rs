@@ -486,6 +486,58 @@ async fn a_node_registers() {
 }
 
 #[tokio::test]
+async fn a_clouds_controller_initialises_a_node_and_names_its_addresses() {
+    let cluster = cluster().await;
+    let mut client = cluster.node("n1").await;
+    let mut report = NodeReport {
+        name: "n1".into(),
+        internal_ips: vec!["192.0.2.11".into(), "2001:db8::11".into()],
+        conditions: vec![ready("True")],
+        full: true,
+        external_cloud_provider: true,
+        ..NodeReport::default()
+    };
+    client.report_node(report.clone()).await.unwrap();
+    let node = cluster.api.get(resources::NODES, "", "n1").await.unwrap();
+    let taint = &node["spec"]["taints"][0];
+    let uninitialized = json!({"key": "node.cloudprovider.kubernetes.io/uninitialized", "value": "true", "effect": "NoSchedule"});
+    assert_eq!(*taint, uninitialized);
+    let provided = &node["metadata"]["annotations"]["alpha.kubernetes.io/provided-node-ip"];
+    assert_eq!(*provided, "192.0.2.11,2001:db8::11");
+    assert_eq!(node["status"]["addresses"][0]["address"], "192.0.2.11");
+
+    // The cloud's part.
+    let mut known = serde_json::Value::clone(&node);
+    known["spec"] = json!({"providerID": "cloud://a/1", "taints": []});
+    known["metadata"]["labels"]["topology.kubernetes.io/zone"] = json!("a");
+    let known = cluster.api.update(resources::NODES, known).await.unwrap();
+    let addresses = json!([
+        {"type": "InternalIP", "address": "192.0.2.11"},
+        {"type": "InternalIP", "address": "2001:db8::11"},
+        {"type": "ExternalIP", "address": "203.0.113.11"},
+        {"type": "Hostname", "address": "n1.cloud.example"},
+    ]);
+    let mut known = serde_json::Value::clone(&known);
+    known["status"]["addresses"] = addresses.clone();
+    cluster
+        .api
+        .update_status(resources::NODES, known)
+        .await
+        .unwrap();
+    report.conditions = vec![ready("False")];
+    client.report_node(report).await.unwrap();
+    let node = cluster.api.get(resources::NODES, "", "n1").await.unwrap();
+    assert_eq!(node["status"]["conditions"][0]["status"], "False");
+    assert_eq!(node["status"]["addresses"], addresses);
+    assert_eq!(
+        node["spec"],
+        json!({"providerID": "cloud://a/1", "taints": []})
+    );
+    let zone = &node["metadata"]["labels"]["topology.kubernetes.io/zone"];
+    assert_eq!(*zone, "a");
+}
+
+#[tokio::test]
 async fn a_node_reports_its_pods() {
     let cluster = cluster().await;
     let mut client = cluster.node("n1").await;
