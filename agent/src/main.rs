@@ -15,8 +15,8 @@ use weir_agent::config::Config;
 #[derive(Debug, Parser)]
 #[command(name = "weir-agent", version)]
 struct Cli {
-    /// Configuration file (TOML).
-    #[arg(long, global = true, default_value = "/etc/weir/agent.toml")]
+    /// Configuration file (TOML; for dns: a Corefile).
+    #[arg(long, global = true, value_name = "FILE", default_value = DEFAULT_CONFIG)]
     config: PathBuf,
     #[command(subcommand)]
     command: Option<Command>,
@@ -37,9 +37,20 @@ enum Command {
         #[arg(long)]
         from: Option<PathBuf>,
     },
+    /// Serve DNS alone, as the Corefile of --config says: no node, no pods, no root but for port 53.
+    Dns {
+        /// The configuration of an agent whose [feed] tells what the cluster has; needed for the directive kubernetes.
+        #[arg(long, value_name = "FILE")]
+        feed: Option<PathBuf>,
+        /// Read the Corefile and what it imports, say what is wrong, and end.
+        #[arg(long)]
+        check: bool,
+    },
     /// Print the version.
     Version,
 }
+
+const DEFAULT_CONFIG: &str = "/etc/weir/agent.toml";
 
 /// Threads of the async runtime: the agent waits for others most of the time, and is to be small.
 const RUNTIME_THREADS: usize = 2;
@@ -74,6 +85,14 @@ pub(crate) fn describe(error: &anyhow::Error) -> String {
     text.trim_end().to_owned()
 }
 
+fn runtime() -> Result<tokio::runtime::Runtime> {
+    tokio::runtime::Builder::new_multi_thread()
+        .worker_threads(RUNTIME_THREADS)
+        .enable_all()
+        .build()
+        .context("start the async runtime")
+}
+
 #[allow(
     clippy::print_stdout,
     reason = "what the commands report is their output"
@@ -83,11 +102,7 @@ fn execute(cli: Cli) -> Result<()> {
         Command::Run => {
             weir_agent::kernel::share_heaps();
             let config = Config::load(&cli.config)?;
-            let runtime = tokio::runtime::Builder::new_multi_thread()
-                .worker_threads(RUNTIME_THREADS)
-                .enable_all()
-                .build()
-                .context("start the async runtime")?;
+            let runtime = runtime()?;
             let result = runtime.block_on(daemon::run(config));
             // Blocking work that is still under way (a kernel call, a client that does not read) must not hold the end up.
             runtime.shutdown_background();
@@ -112,6 +127,18 @@ fn execute(cli: Cli) -> Result<()> {
                 conf::install_plugin(&from, &bin_dir)?.display()
             );
             Ok(())
+        }
+        Command::Dns { check: true, .. } => {
+            let blocks = weir_agent::dns::check(&cli.config)?;
+            println!(
+                "{}: {blocks} server blocks, nothing wrong",
+                cli.config.display()
+            );
+            Ok(())
+        }
+        Command::Dns { feed, .. } => {
+            let feed = feed.map(|path| Config::load(&path)).transpose()?;
+            runtime()?.block_on(daemon::dns(&cli.config, feed.as_ref()))
         }
         Command::Version => {
             println!("weir-agent {}", env!("CARGO_PKG_VERSION"));

@@ -125,6 +125,18 @@ pub(crate) async fn run(config: Config) -> Result<()> {
     Ok(())
 }
 
+/// Serves DNS alone until SIGTERM or SIGINT.
+pub(crate) async fn dns(corefile: &Path, feed: Option<&Config>) -> Result<()> {
+    let shutdown = CancellationToken::new();
+    watch_signals(&shutdown)?;
+    let feed = feed.map(|config| feed::start(config, shutdown.clone()));
+    let listening = |addresses: &[std::net::SocketAddr]| {
+        tracing::info!(?addresses, "DNS listens");
+    };
+    dns::run_alone(corefile, feed.transpose()?, shutdown, listening).await?;
+    Ok(())
+}
+
 /// In whole-cluster mode: runs this node's pods, and reports the node.
 fn run_pods(
     config: &Arc<Config>,

@@ -3,20 +3,24 @@
 use std::collections::HashMap;
 use std::time::{Duration, Instant};
 
+use hickory_proto::rr::Name;
+
+use super::corefile::{self, CacheClass};
 use super::message::question_end;
 
-/// Bounds of the cache; when either is reached, entries nearest to their end make room.
-const MAX_ENTRIES: usize = 4096;
-const MAX_BYTES: usize = 2 << 20;
-/// Longest time that an answer is kept, whatever its TTL.
-const MAX_POSITIVE: Duration = Duration::from_secs(3600);
-const MAX_NEGATIVE: Duration = Duration::from_secs(1800);
+/// Bytes of all answers; as with too many of them, those nearest to their end make room.
+const MAX_BYTES: usize = 4 << 20;
 /// Share of entries dropped when the cache is full, so that making room is rare.
 const EVICT_DIVISOR: usize = 8;
+/// TTL of an answer that is over (RFC 8767, 4).
+const STALE_TTL_S: u32 = 30;
+/// The least time before its end in which a popular answer is asked for again.
+const MIN_PREFETCH: Duration = Duration::from_secs(1);
 
 const TYPE_SOA: u16 = 6;
 const TYPE_OPT: u16 = 41;
 const RCODE_NO_ERROR: u8 = 0;
+const RCODE_SERV_FAIL: u8 = 2;
 const RCODE_NX_DOMAIN: u8 = 3;
 
 /// What makes two questions the same: an answer differs by each of these.
@@ -30,100 +34,242 @@ pub(super) struct Key {
     pub(super) checking_disabled: bool,
 }
 
+/// What an answer is, for the bounds of its kind.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Class {
+    Success,
+    Denial,
+    Failure,
+}
+
 #[derive(Debug)]
 struct Entry {
+    /// With TTLs within the bounds.
     message: Vec<u8>,
     /// Where the TTLs lie in the message.
     ttl_offsets: Vec<u16>,
+    class: Class,
     stored: Instant,
     expires: Instant,
+    /// Questions without a longer pause than counts as popular, and the last one.
+    questions: u32,
+    asked: Instant,
+    /// Somebody asks upstream already.
+    refreshing: bool,
 }
 
-#[derive(Debug, Default)]
+impl Entry {
+    /// The message with its TTLs less by its age, or for an answer that is over.
+    fn aged(&self, now: Instant, keep_ttl: bool) -> Vec<u8> {
+        let age = now.saturating_duration_since(self.stored).as_secs();
+        let age = u32::try_from(age).unwrap_or(u32::MAX);
+        let mut message = self.message.clone();
+        for offset in &self.ttl_offsets {
+            let at = usize::from(*offset);
+            if let Some(ttl) = read_u32(&message, at) {
+                let ttl = match () {
+                    () if self.expires <= now => STALE_TTL_S,
+                    () if keep_ttl => ttl,
+                    () => ttl.saturating_sub(age),
+                };
+                message[at..at + 4].copy_from_slice(&ttl.to_be_bytes());
+            }
+        }
+        message
+    }
+}
+
+/// An answer that was kept.
+#[derive(Debug)]
+pub(super) struct Hit {
+    pub(super) message: Vec<u8>,
+    /// Its time is over.
+    pub(super) stale: bool,
+    /// Upstream is to be asked again; said once until there is another answer.
+    pub(super) refresh: bool,
+}
+
+#[derive(Debug)]
 pub(super) struct Cache {
+    settings: corefile::Cache,
     entries: HashMap<Key, Entry>,
+    successes: usize,
     bytes: usize,
 }
 
 impl Cache {
-    pub(super) fn len(&self) -> usize {
-        self.entries.len()
+    pub(super) fn new(settings: corefile::Cache) -> Self {
+        Self {
+            settings,
+            entries: HashMap::new(),
+            successes: 0,
+            bytes: 0,
+        }
     }
 
-    /// A live answer, its TTLs less by its age.
-    pub(super) fn get(&mut self, key: &Key, now: Instant) -> Option<Vec<u8>> {
-        let entry = self.entries.get(key)?;
-        if entry.expires <= now {
-            self.remove(&key.clone());
+    pub(super) fn settings(&self) -> &corefile::Cache {
+        &self.settings
+    }
+
+    /// Answers that are kept, and of them those that are no denials.
+    pub(super) fn len(&self) -> (usize, usize) {
+        (self.entries.len(), self.successes)
+    }
+
+    /// Whether names like this are looked up here at all.
+    pub(super) fn keeps(&self, name: &Name) -> bool {
+        self.settings.zones.is_empty() || within(&self.settings.zones, name)
+    }
+
+    /// A kept answer, its TTLs less by its age. One that is over comes as long as the settings want that.
+    pub(super) fn get(&mut self, key: &Key, now: Instant) -> Option<Hit> {
+        let stale_for = self.settings.serve_stale.map(|stale| stale.longest);
+        let (prefetch, keep_ttl) = (self.settings.prefetch, self.settings.keep_ttl);
+        let entry = self.entries.get_mut(key)?;
+        let stale = entry.expires <= now;
+        let gone = entry.expires + stale_for.unwrap_or_default() <= now;
+        if gone || (stale && entry.class == Class::Failure) {
+            self.remove(key);
             return None;
         }
-        let age = now.saturating_duration_since(entry.stored).as_secs();
-        let age = u32::try_from(age).unwrap_or(u32::MAX);
-        let mut message = entry.message.clone();
-        for offset in &entry.ttl_offsets {
-            let at = usize::from(*offset);
-            if let Some(ttl) = read_u32(&message, at) {
-                message[at..at + 4].copy_from_slice(&ttl.saturating_sub(age).to_be_bytes());
-            }
+        let mut due = stale;
+        if let Some(prefetch) = prefetch {
+            let quiet = now.saturating_duration_since(entry.asked) > prefetch.pause;
+            entry.questions = if quiet {
+                1
+            } else {
+                entry.questions.saturating_add(1)
+            };
+            let whole = entry.expires.saturating_duration_since(entry.stored);
+            let near = (whole * prefetch.percentage / 100).max(MIN_PREFETCH);
+            let left = entry.expires.saturating_duration_since(now);
+            due |= entry.questions >= prefetch.amount && left <= near;
         }
-        Some(message)
+        entry.asked = now;
+        let refresh = due && !entry.refreshing;
+        entry.refreshing |= due;
+        let message = entry.aged(now, keep_ttl);
+        Some(Hit {
+            message,
+            stale,
+            refresh,
+        })
     }
 
-    /// Live answers about names that somebody wants, their TTLs less by their age.
-    pub(super) fn wanted(&mut self, now: Instant, wants: impl Fn(&str) -> bool) -> Vec<Vec<u8>> {
-        let keys = self.entries.keys();
-        let keys: Vec<Key> = keys
-            .filter(|key| wants(key.name.trim_end_matches('.')))
-            .cloned()
-            .collect();
-        keys.iter().filter_map(|key| self.get(key, now)).collect()
+    /// Live answers about names that somebody wants, their TTLs less by their age. Nothing is asked again because of it.
+    pub(super) fn wanted(&self, now: Instant, wants: impl Fn(&str) -> bool) -> Vec<Vec<u8>> {
+        let live = self.entries.iter().filter(|(_, e)| e.expires > now);
+        live.filter(|(key, _)| wants(key.name.trim_end_matches('.')))
+            .map(|(_, entry)| entry.aged(now, false))
+            .collect()
     }
 
-    /// Keeps an answer when it may be kept.
-    pub(super) fn put(&mut self, key: Key, message: &[u8], now: Instant) {
+    /// Upstream was asked in vain: the next question asks again.
+    pub(super) fn refresh_failed(&mut self, key: &Key) {
+        if let Some(entry) = self.entries.get_mut(key) {
+            entry.refreshing = false;
+        }
+    }
+
+    /// Keeps an answer when it may be kept, and brings its TTLs within the bounds.
+    pub(super) fn put(&mut self, key: Key, name: &Name, message: &mut [u8], now: Instant) {
         let Some(facts) = Facts::read(message) else {
             return;
         };
-        let Some(lifetime) = facts.lifetime() else {
+        let Some((class, own)) = facts.kind() else {
             return;
         };
-        self.remove(&key);
-        if self.entries.len() >= MAX_ENTRIES || self.bytes + message.len() > MAX_BYTES {
-            self.make_room();
+        let settings = &self.settings;
+        let (bounds, without): (CacheClass, &[Name]) = match class {
+            Class::Success => (settings.success, &settings.without_success),
+            Class::Denial => (settings.denial, &settings.without_denial),
+            Class::Failure => {
+                let bounds = CacheClass {
+                    most: settings.servfail,
+                    least: Duration::ZERO,
+                    ..settings.denial
+                };
+                (bounds, &[])
+            }
+        };
+        if within(without, name) {
+            return;
         }
+        let bounded = |seconds: u32| {
+            let seconds = Duration::from_secs(seconds.into());
+            // The longest time wins over the shortest one, as one number sets it for all.
+            seconds.max(bounds.least).min(bounds.most)
+        };
+        for offset in &facts.ttl_offsets {
+            let at = usize::from(*offset);
+            if let Some(ttl) = read_u32(message, at) {
+                let ttl = u32::try_from(bounded(ttl).as_secs()).unwrap_or(u32::MAX);
+                message[at..at + 4].copy_from_slice(&ttl.to_be_bytes());
+            }
+        }
+        let lifetime = bounded(own);
+        if lifetime.is_zero() {
+            return;
+        }
+        let before = self.remove(&key);
+        self.make_room(class, bounds.capacity, message.len());
         self.bytes += message.len();
+        self.successes += usize::from(class == Class::Success);
         let entry = Entry {
             message: message.to_vec(),
             ttl_offsets: facts.ttl_offsets,
+            class,
             stored: now,
             expires: now + lifetime,
+            questions: before.as_ref().map_or(1, |entry| entry.questions),
+            asked: before.map_or(now, |entry| entry.asked),
+            refreshing: false,
         };
         self.entries.insert(key, entry);
     }
 
-    fn remove(&mut self, key: &Key) {
-        if let Some(entry) = self.entries.remove(key) {
-            self.bytes -= entry.message.len();
-        }
+    fn remove(&mut self, key: &Key) -> Option<Entry> {
+        let entry = self.entries.remove(key)?;
+        self.bytes -= entry.message.len();
+        self.successes -= usize::from(entry.class == Class::Success);
+        Some(entry)
     }
 
-    fn make_room(&mut self) {
-        let mut ends: Vec<Instant> = self.entries.values().map(|e| e.expires).collect();
+    /// Denials and failures share their room; successes have their own.
+    fn make_room(&mut self, class: Class, capacity: usize, bytes: usize) {
+        let of_kind = |entry: &Entry| (entry.class == Class::Success) == (class == Class::Success);
+        let count = match class {
+            Class::Success => self.successes,
+            _ => self.entries.len() - self.successes,
+        };
+        let full = count >= capacity;
+        if !full && self.bytes + bytes <= MAX_BYTES {
+            return;
+        }
+        // Too many bytes are everybody's.
+        let candidate = |entry: &Entry| !full || of_kind(entry);
+        let entries = self.entries.values().filter(|entry| candidate(entry));
+        let mut ends: Vec<Instant> = entries.map(|entry| entry.expires).collect();
         let count = (ends.len() / EVICT_DIVISOR).max(1).min(ends.len());
         if count == 0 {
             return;
         }
         let (_, limit, _) = ends.select_nth_unstable(count - 1);
         let limit = *limit;
-        let bytes = &mut self.bytes;
+        let (bytes, successes) = (&mut self.bytes, &mut self.successes);
         self.entries.retain(|_, entry| {
-            let keep = entry.expires > limit;
+            let keep = !candidate(entry) || entry.expires > limit;
             if !keep {
                 *bytes -= entry.message.len();
+                *successes -= usize::from(entry.class == Class::Success);
             }
             keep
         });
     }
+}
+
+fn within(zones: &[Name], name: &Name) -> bool {
+    zones.iter().any(|zone| zone.zone_of(name))
 }
 
 /// What decides how long a message may be kept.
@@ -172,20 +318,18 @@ impl Facts {
         Some(facts)
     }
 
-    fn lifetime(&self) -> Option<Duration> {
+    /// What it is, and how many seconds it may be kept; none for what may not be kept at all.
+    fn kind(&self) -> Option<(Class, u32)> {
         if self.truncated {
             return None;
         }
-        let lifetime = match self.rcode {
-            RCODE_NO_ERROR if self.answers > 0 => {
-                Duration::from_secs(self.smallest_ttl_s.into()).min(MAX_POSITIVE)
-            }
-            RCODE_NO_ERROR | RCODE_NX_DOMAIN => {
-                Duration::from_secs(self.negative_ttl_s?.into()).min(MAX_NEGATIVE)
-            }
-            _ => return None,
-        };
-        (!lifetime.is_zero()).then_some(lifetime)
+        match self.rcode {
+            RCODE_NO_ERROR if self.answers > 0 => Some((Class::Success, self.smallest_ttl_s)),
+            RCODE_NO_ERROR | RCODE_NX_DOMAIN => Some((Class::Denial, self.negative_ttl_s?)),
+            // The time is all that the settings allow.
+            RCODE_SERV_FAIL => Some((Class::Failure, u32::MAX)),
+            _ => None,
+        }
     }
 }
 

@@ -509,13 +509,13 @@ fn parse_dashed(label: &str) -> Option<IpAddr> {
 }
 
 /// A name below in-addr.arpa or ip6.arpa: one address, or a range of them when it has fewer labels.
-struct Reverse {
+pub(super) struct Reverse {
     first: IpAddr,
     last: IpAddr,
 }
 
 impl Reverse {
-    fn parse(name: &Name) -> Option<Self> {
+    pub(super) fn parse(name: &Name) -> Option<Self> {
         let labels: Vec<&[u8]> = name.iter().collect();
         let [digits @ .., tree, arpa] = labels.as_slice() else {
             return None;
@@ -555,6 +555,21 @@ impl Reverse {
 
     fn is_complete(&self) -> bool {
         self.first == self.last
+    }
+
+    /// The address, when it is one.
+    pub(super) fn address(&self) -> Option<IpAddr> {
+        self.is_complete().then_some(self.first)
+    }
+
+    /// The network of these addresses.
+    pub(super) fn network(&self) -> Option<IpNetwork> {
+        let same = match (self.first, self.last) {
+            (IpAddr::V4(a), IpAddr::V4(b)) => (u32::from(a) ^ u32::from(b)).leading_zeros(),
+            (IpAddr::V6(a), IpAddr::V6(b)) => (u128::from(a) ^ u128::from(b)).leading_zeros(),
+            _ => return None,
+        };
+        IpNetwork::new(self.first, u8::try_from(same).ok()?).ok()
     }
 
     /// True inside the network, and for its own name where that is rounded to a whole label.

@@ -5,6 +5,7 @@ use hickory_proto::rr::{DNSClass, Name, RecordType};
 use hickory_proto::serialize::binary::{BinDecodable, BinEncodable};
 
 use super::lookup::Answer;
+use super::rewrite::{Rewritten, Undo};
 use super::zone::Zone;
 
 /// Larger UDP answers are cut, whatever a client offers: they would be fragmented (RFC 9715).
@@ -36,9 +37,53 @@ pub struct Request {
     transport: Transport,
     /// The zone's part of the answer, when the question began here.
     chain: Option<Answer>,
+    /// What the answer needs because another question is asked than the client's.
+    undo: Option<Undo>,
+    /// The most bytes over UDP.
+    cap: u16,
     /// What to ask.
     pub name: Name,
     pub record_type: RecordType,
+}
+
+/// What is known here of a question.
+#[derive(Debug)]
+pub(super) struct Known {
+    /// None: somebody else's name.
+    pub(super) answer: Option<Answer>,
+    /// What the question became.
+    pub(super) rewritten: Option<Rewritten>,
+    /// The most bytes over UDP.
+    pub(super) cap: u16,
+}
+
+/// Who knows names.
+pub(super) trait Names {
+    fn look_up(&self, name: &Name, record_type: RecordType) -> Known;
+
+    /// Whether upstream servers can be asked for a name, by those who have the name `place`.
+    fn can_ask(&self, place: &Name, name: &Name) -> bool;
+}
+
+/// A zone, and upstream servers or none.
+struct ZoneAlone<'a> {
+    zone: &'a Zone,
+    recursion: bool,
+    rotation: usize,
+}
+
+impl Names for ZoneAlone<'_> {
+    fn look_up(&self, name: &Name, record_type: RecordType) -> Known {
+        Known {
+            answer: self.zone.lookup(name, record_type, self.rotation),
+            rewritten: None,
+            cap: MAX_UDP_BYTES,
+        }
+    }
+
+    fn can_ask(&self, _: &Name, _: &Name) -> bool {
+        self.recursion
+    }
 }
 
 /// Handles a packet. `recursion` says whether upstream servers exist.
@@ -50,51 +95,79 @@ pub fn handle(
     recursion: bool,
     rotation: usize,
 ) -> Step {
+    let names = ZoneAlone {
+        zone,
+        recursion,
+        rotation,
+    };
+    handle_by(&names, packet, transport)
+}
+
+/// Handles a packet by what is known of names.
+pub(super) fn handle_by(names: &dyn Names, packet: &[u8], transport: Transport) -> Step {
     let Ok(query) = Message::from_bytes(packet) else {
         return malformed(packet);
     };
     if query.message_type == MessageType::Response {
         return Step::Drop;
     }
-    let request = |name: Name, record_type, chain| {
-        Step::Ask(Box::new(Request {
-            query: query.clone(),
-            transport,
-            chain,
-            name,
-            record_type,
-        }))
+    let only = |rcode| Answer {
+        rcode,
+        ..Answer::default()
     };
     if let Some(rcode) = refusal(&query) {
-        return Step::Reply(reply(
-            &query,
+        let asked = query.queries.first();
+        let format = Format {
             transport,
-            recursion,
-            false,
-            &Answer {
-                rcode,
-                ..Answer::default()
-            },
-        ));
+            recursion: asked
+                .is_some_and(|question| names.can_ask(question.name(), question.name())),
+            authoritative: false,
+            cap: MAX_UDP_BYTES,
+        };
+        return Step::Reply(reply(&query, format, &only(rcode)));
     }
     let Some(question) = query.queries.first() else {
         return Step::Drop;
     };
-    let (name, record_type) = (question.name(), question.query_type());
-    let Some(answer) = zone.lookup(name, record_type, rotation) else {
-        if recursion {
-            return request(name.clone(), record_type, None);
-        }
-        let answer = Answer {
-            rcode: ResponseCode::Refused,
-            ..Answer::default()
-        };
-        return Step::Reply(reply(&query, transport, recursion, false, &answer));
+    let (asked, asked_type) = (question.name(), question.query_type());
+    let known = names.look_up(asked, asked_type);
+    let (name, record_type, undo) = match known.rewritten {
+        Some(rewritten) => (rewritten.name, rewritten.record_type, Some(rewritten.undo)),
+        None => (asked.clone(), asked_type, None),
     };
-    match &answer.chase {
-        Some(target) if recursion => request(target.clone(), record_type, Some(answer)),
-        _ => Step::Reply(reply(&query, transport, recursion, true, &answer)),
+    let format = Format {
+        transport,
+        recursion: names.can_ask(asked, &name),
+        authoritative: known.answer.is_some(),
+        cap: known.cap,
+    };
+    let request = |name: Name, chain| {
+        Step::Ask(Box::new(Request {
+            query: query.clone(),
+            transport,
+            chain,
+            undo: undo.clone(),
+            cap: known.cap,
+            name,
+            record_type,
+        }))
+    };
+    let Some(mut answer) = known.answer else {
+        if format.recursion {
+            return request(name, None);
+        }
+        return Step::Reply(reply(&query, format, &only(ResponseCode::Refused)));
+    };
+    if let Some(target) = &answer.chase
+        && names.can_ask(target, target)
+    {
+        return request(target.clone(), Some(answer));
     }
+    if let Some(undo) = &undo {
+        undo.undo(&mut answer.records);
+        undo.undo(&mut answer.additionals);
+    }
+    Step::Reply(reply(&query, format, &answer))
 }
 
 /// Why a query is not looked up at all.
@@ -133,6 +206,14 @@ impl Request {
         self.chain.is_none()
     }
 
+    /// The name that decides who is asked: the client's, or the one at the end of the zone's chain.
+    pub(super) fn place(&self) -> &Name {
+        match (&self.chain, self.query.queries.first()) {
+            (None, Some(question)) => question.name(),
+            _ => &self.name,
+        }
+    }
+
     #[must_use]
     pub fn transport(&self) -> Transport {
         self.transport
@@ -148,7 +229,7 @@ impl Request {
         message.add_query(Query::query(self.name.clone(), self.record_type));
         if self.query.edns.is_some() || self.chain.is_some() {
             let mut edns = Edns::new();
-            edns.set_max_payload(MAX_UDP_BYTES);
+            edns.set_max_payload(self.cap);
             edns.set_dnssec_ok(self.wants_dnssec());
             message.set_edns(edns);
         }
@@ -176,6 +257,9 @@ impl Request {
     /// The upstream's message as the client's answer: its id, its spelling of the name, and cut to its size.
     #[must_use]
     pub fn relay(&self, mut upstream: Vec<u8>) -> Vec<u8> {
+        if let Some(undo) = &self.undo {
+            return self.undone(undo, &upstream);
+        }
         let Some(question_end) = question_end(&upstream) else {
             return self.fail(ResponseCode::ServFail);
         };
@@ -189,7 +273,8 @@ impl Request {
         {
             upstream[HEADER_BYTES..HEADER_BYTES + name.len()].copy_from_slice(&name);
         }
-        if self.transport == Transport::Udp && upstream.len() > usize::from(udp_limit(&self.query))
+        if self.transport == Transport::Udp
+            && upstream.len() > usize::from(udp_limit(&self.query, self.cap))
         {
             return self.cut(&upstream, question_end);
         }
@@ -204,7 +289,7 @@ impl Request {
         out[6..HEADER_BYTES].fill(0);
         if self.query.edns.is_some() {
             out[11] = 1;
-            let [high, low] = MAX_UDP_BYTES.to_be_bytes();
+            let [high, low] = self.cap.to_be_bytes();
             out.extend([0, 0, 41, high, low, 0, 0, 0, 0, 0, 0]);
         }
         out
@@ -224,7 +309,41 @@ impl Request {
             }
             None => answer.rcode = ResponseCode::ServFail,
         }
-        reply(&self.query, self.transport, true, true, &answer)
+        if let Some(undo) = &self.undo {
+            undo.undo(&mut answer.records);
+        }
+        reply(&self.query, self.format(true), &answer)
+    }
+
+    /// The answer to a question that became another one, as one to the client's.
+    fn undone(&self, undo: &Undo, upstream: &[u8]) -> Vec<u8> {
+        let Ok(message) = Message::from_bytes(upstream) else {
+            return self.fail(ResponseCode::ServFail);
+        };
+        let mut authorities = message.authorities.into_iter();
+        let mut answer = Answer {
+            rcode: message.metadata.response_code,
+            records: message.answers,
+            soa: authorities.find(|r| r.record_type() == RecordType::SOA),
+            ..Answer::default()
+        };
+        undo.undo(&mut answer.records);
+        let mut reply = reply(&self.query, self.format(false), &answer);
+        if message.metadata.truncation
+            && let Some(flags) = reply.get_mut(2)
+        {
+            *flags |= 0x02;
+        }
+        reply
+    }
+
+    fn format(&self, authoritative: bool) -> Format {
+        Format {
+            transport: self.transport,
+            recursion: true,
+            authoritative,
+            cap: self.cap,
+        }
     }
 
     /// An answer that says only what went wrong.
@@ -234,27 +353,30 @@ impl Request {
             rcode,
             ..Answer::default()
         };
-        reply(&self.query, self.transport, true, false, &answer)
+        reply(&self.query, self.format(false), &answer)
     }
 }
 
-fn udp_limit(query: &Message) -> u16 {
-    let offered = query.edns.as_ref().map_or(MIN_UDP_BYTES, Edns::max_payload);
-    offered.clamp(MIN_UDP_BYTES, MAX_UDP_BYTES)
-}
-
-fn reply(
-    query: &Message,
+/// What replies look like beside what they say.
+#[derive(Clone, Copy)]
+struct Format {
     transport: Transport,
     recursion: bool,
     authoritative: bool,
-    answer: &Answer,
-) -> Vec<u8> {
+    cap: u16,
+}
+
+fn udp_limit(query: &Message, cap: u16) -> u16 {
+    let offered = query.edns.as_ref().map_or(MIN_UDP_BYTES, Edns::max_payload);
+    offered.clamp(MIN_UDP_BYTES, cap.max(MIN_UDP_BYTES))
+}
+
+fn reply(query: &Message, format: Format, answer: &Answer) -> Vec<u8> {
     let mut message = Message::response(query.id, query.op_code);
     message.metadata.recursion_desired = query.recursion_desired;
-    message.metadata.recursion_available = recursion;
+    message.metadata.recursion_available = format.recursion;
     message.metadata.checking_disabled = query.checking_disabled;
-    message.metadata.authoritative = authoritative && answer.rcode != ResponseCode::ServFail;
+    message.metadata.authoritative = format.authoritative && answer.rcode != ResponseCode::ServFail;
     message.metadata.response_code = answer.rcode;
     message.queries.clone_from(&query.queries);
     message.answers.clone_from(&answer.records);
@@ -262,11 +384,11 @@ fn reply(
     message.additionals.clone_from(&answer.additionals);
     if query.edns.is_some() {
         let mut edns = Edns::new();
-        edns.set_max_payload(MAX_UDP_BYTES);
+        edns.set_max_payload(format.cap);
         message.edns = Some(edns);
     }
-    let limit = match transport {
-        Transport::Udp => udp_limit(query),
+    let limit = match format.transport {
+        Transport::Udp => udp_limit(query, format.cap),
         Transport::Tcp => u16::MAX,
     };
     encode(message, limit)

@@ -37,11 +37,23 @@ pub(super) struct Metrics {
     pub(super) cache_requests: Counter,
     pub(super) cache_hits: Counter,
     pub(super) cache_misses: Counter,
-    pub(super) cache_entries: Gauge,
+    pub(super) cache_stale: Counter,
+    pub(super) cache_prefetches: Counter,
+    cache_entries: Family<Labels<1>, Gauge>,
     forward_requests: Family<Labels<1>, Counter>,
     forward_responses: Family<Labels<2>, Counter>,
     forward_failures: Family<Labels<1>, Counter>,
     forward_duration: Family<Labels<1>, Histogram, Seconds>,
+    proxy_duration: Family<Labels<3>, Histogram, Seconds>,
+    probe_failures: Family<Labels<2>, Counter>,
+    /// Questions while every server of a directive was down.
+    pub(super) health_broken: Counter,
+    /// Questions beyond max_concurrent.
+    pub(super) forward_rejects: Counter,
+    pub(super) hosts_entries: Gauge,
+    pub(super) reload_failed: Counter,
+    /// Upstream servers that lead back here.
+    pub(super) loops: Gauge,
     pub(super) programming: Histogram,
     pub(super) dropped: Counter,
 }
@@ -55,11 +67,20 @@ impl Default for Metrics {
             cache_requests: Counter::default(),
             cache_hits: Counter::default(),
             cache_misses: Counter::default(),
-            cache_entries: Gauge::default(),
+            cache_stale: Counter::default(),
+            cache_prefetches: Counter::default(),
+            cache_entries: Family::default(),
             forward_requests: Family::default(),
             forward_responses: Family::default(),
             forward_failures: Family::default(),
             forward_duration: Family::new_with_constructor(Seconds),
+            proxy_duration: Family::new_with_constructor(Seconds),
+            probe_failures: Family::default(),
+            health_broken: Counter::default(),
+            forward_rejects: Counter::default(),
+            hosts_entries: Gauge::default(),
+            reload_failed: Counter::default(),
+            loops: Gauge::default(),
             programming: Histogram::new(BUCKETS),
             dropped: Counter::default(),
         }
@@ -93,8 +114,29 @@ impl Metrics {
         self.forward_duration
             .get_or_create(&[("to", to.clone())])
             .observe(took.as_secs_f64());
-        let labels = [("to", to), ("rcode", rcode_name(rcode))];
+        let labels = [("to", to.clone()), ("rcode", rcode_name(rcode))];
         self.forward_responses.get_or_create(&labels).inc();
+        let labels = [
+            ("proxy_name", PROXY.into()),
+            ("to", to),
+            ("rcode", rcode_name(rcode)),
+        ];
+        let duration = self.proxy_duration.get_or_create(&labels);
+        duration.observe(took.as_secs_f64());
+    }
+
+    pub(super) fn probe_failed(&self, to: SocketAddr) {
+        let labels = [("proxy_name", PROXY.into()), ("to", to.to_string())];
+        self.probe_failures.get_or_create(&labels).inc();
+    }
+
+    /// Answers in all caches, and of them those that are no denials.
+    pub(super) fn cached(&self, (all, successes): (usize, usize)) {
+        for (kind, count) in [("success", successes), ("denial", all - successes)] {
+            let count = i64::try_from(count).unwrap_or(i64::MAX);
+            let labels = [("type", kind.into())];
+            self.cache_entries.get_or_create(&labels).set(count);
+        }
     }
 
     pub(super) fn forward_failed(&self, to: SocketAddr) {
@@ -104,7 +146,10 @@ impl Metrics {
     }
 }
 
-fn rcode_name(low: u8) -> String {
+/// What CoreDNS calls the user of its upstream connections.
+const PROXY: &str = "forward";
+
+pub(super) fn rcode_name(low: u8) -> String {
     match low {
         0 => "NOERROR".into(),
         1 => "FORMERR".into(),
@@ -139,6 +184,32 @@ impl DnsMetrics {
             "Packets without an answer",
             m.dropped.clone(),
         );
+        self.register_cache(registry);
+        self.register_forward(registry);
+        registry.register(
+            "coredns_hosts_entries",
+            "Names in tables of hosts",
+            m.hosts_entries.clone(),
+        );
+        registry.register(
+            "coredns_reload_failed",
+            "Configurations that were not taken",
+            m.reload_failed.clone(),
+        );
+        registry.register(
+            "weir_dns_upstream_loops",
+            "Upstream servers that lead back here and are not asked",
+            m.loops.clone(),
+        );
+        registry.register(
+            "coredns_kubernetes_dns_programming_duration_seconds",
+            "Time from the API's commit to the answer that shows it",
+            m.programming.clone(),
+        );
+    }
+
+    fn register_cache(&self, registry: &mut Registry) {
+        let m = &self.0;
         registry.register(
             "coredns_cache_requests",
             "Cache lookups",
@@ -155,6 +226,20 @@ impl DnsMetrics {
             "Cache entries",
             m.cache_entries.clone(),
         );
+        registry.register(
+            "coredns_cache_served_stale",
+            "Answers that were over",
+            m.cache_stale.clone(),
+        );
+        registry.register(
+            "coredns_cache_prefetch",
+            "Popular answers asked for before their end",
+            m.cache_prefetches.clone(),
+        );
+    }
+
+    fn register_forward(&self, registry: &mut Registry) {
+        let m = &self.0;
         registry.register(
             "coredns_forward_requests",
             "Questions put to an upstream server",
@@ -176,9 +261,24 @@ impl DnsMetrics {
             m.forward_duration.clone(),
         );
         registry.register(
-            "coredns_kubernetes_dns_programming_duration_seconds",
-            "Time from the API's commit to the answer that shows it",
-            m.programming.clone(),
+            "coredns_proxy_request_duration_seconds",
+            "Time of an upstream server to answer, by the answer's code",
+            m.proxy_duration.clone(),
+        );
+        registry.register(
+            "coredns_proxy_healthcheck_failures",
+            "Probes that an upstream server did not answer",
+            m.probe_failures.clone(),
+        );
+        registry.register(
+            "coredns_forward_healthcheck_broken",
+            "Questions while every upstream server was down",
+            m.health_broken.clone(),
+        );
+        registry.register(
+            "coredns_forward_max_concurrent_rejects",
+            "Questions refused because too many were in flight",
+            m.forward_rejects.clone(),
         );
     }
 }

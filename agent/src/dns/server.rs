@@ -1,7 +1,7 @@
 //! The sockets: UDP and TCP on every address of the node.
 
 use std::net::SocketAddr;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, PoisonError, RwLock};
 use std::time::{Duration, Instant};
 
@@ -11,14 +11,22 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream, UdpSocket};
 use tokio::sync::Semaphore;
 
+use arc_swap::ArcSwap;
+use hickory_proto::rr::{Name, RecordType};
+
 use super::DnsError;
-use super::forward::{ForwardError, Forwarder};
-use super::message::{self, Request, Step, Transport};
+use super::block::Blocks;
+use super::forward::ForwardError;
+use super::learn;
+use super::log::{self, Exchange};
+use super::lookup::Answer;
+use super::loops::Loops;
+use super::message::{self, Known, MAX_UDP_BYTES, Names, Request, Step, Transport};
 use super::metrics::Metrics;
+use super::rewrite;
+use super::upstream::Surroundings;
 use super::zone::Zone;
-use super::{learn, upstream};
-use crate::config::Config;
-use crate::policy::domains::{Domains, Pending};
+use crate::policy::domains::Domains;
 
 /// The largest query taken by UDP; longer ones are cut by the kernel and answered with FORMERR.
 const UDP_QUERY_BYTES: usize = 4096;
@@ -32,13 +40,20 @@ const BACKLOG: i32 = 128;
 /// Room in the kernel for a burst of queries while this process does something else.
 const RECEIVE_BUFFER_BYTES: usize = 1 << 20;
 
+/// Lines a second about questions that nobody answered.
+const FAILURES_LOGGED: u64 = 10;
+
 /// What every socket's task shares.
 #[derive(Debug)]
 pub(super) struct Server {
     pub(super) zone: Arc<RwLock<Zone>>,
-    pub(super) forwarder: Forwarder,
+    pub(super) blocks: ArcSwap<Blocks>,
+    pub(super) loops: Arc<Loops>,
     pub(super) metrics: Arc<Metrics>,
-    pub(super) domains: Arc<Domains>,
+    domains: Arc<Domains>,
+    /// When a failure was logged, and how many in that second.
+    failures: AtomicU64,
+    began: Instant,
     pub(super) rotation: AtomicUsize,
     pub(super) connections: Arc<Semaphore>,
 }
@@ -46,50 +61,57 @@ pub(super) struct Server {
 impl Server {
     pub(super) fn new(
         zone: Arc<RwLock<Zone>>,
-        forwarder: Forwarder,
+        blocks: Arc<Blocks>,
+        loops: Arc<Loops>,
         metrics: Arc<Metrics>,
         domains: Arc<Domains>,
     ) -> Self {
         Self {
             zone,
-            forwarder,
+            blocks: ArcSwap::new(blocks),
+            loops,
             metrics,
             domains,
+            failures: AtomicU64::new(0),
+            began: Instant::now(),
             rotation: AtomicUsize::new(0),
             connections: Arc::new(Semaphore::new(MAX_CONNECTIONS)),
         }
     }
 
-    /// Takes the upstream servers of the configuration, without those that are this cluster's own.
-    pub(super) fn find_upstreams(&self, config: &Config) {
-        let cluster_dns = self
-            .zone
-            .read()
-            .unwrap_or_else(PoisonError::into_inner)
-            .dns_addresses();
-        self.forwarder
-            .set_upstreams(&upstream::discover(config, &cluster_dns));
+    /// Finds the upstream servers again.
+    pub(super) fn find_upstreams(&self, surroundings: &Surroundings) {
+        self.blocks.load().find_upstreams(surroundings);
     }
 
     fn handle(&self, packet: &[u8], transport: Transport, client: SocketAddr) -> Step {
         self.metrics.request(transport, client);
-        let rotation = self.rotation.fetch_add(1, Ordering::Relaxed);
-        let recursion = self.forwarder.has_upstreams();
-        let zone = self.zone.read().unwrap_or_else(PoisonError::into_inner);
-        message::handle(&zone, packet, transport, recursion, rotation)
+        let names = Here {
+            blocks: &self.blocks.load(),
+            zone: &self.zone.read().unwrap_or_else(PoisonError::into_inner),
+            loops: &self.loops,
+            rotation: self.rotation.fetch_add(1, Ordering::Relaxed),
+        };
+        message::handle_by(&names, packet, transport)
     }
 
     async fn ask(&self, request: &Request) -> Vec<u8> {
-        let answer = self.forwarder.ask(request).await;
-        self.metrics
-            .cache_entries
-            .set(i64::try_from(self.forwarder.cache_entries()).unwrap_or(0));
+        let blocks = self.blocks.load_full();
+        let Some(block) = blocks.find(request.place()) else {
+            return request.fail(ResponseCode::Refused);
+        };
+        let answer = block.ask(request).await;
+        self.metrics.cached(blocks.cache_entries());
         match answer {
             Ok(message) if request.is_relay() => request.relay(message),
             Ok(message) => request.finish(Some(&message)),
             Err(ForwardError::Busy) => request.fail(ResponseCode::Refused),
             Err(error) => {
-                tracing::debug!(name = %request.name, %error, "forward a DNS question");
+                if block.config.errors && self.may_log() {
+                    tracing::warn!(name = %request.name, record_type = %request.record_type, %error, "a DNS question was not answered");
+                } else {
+                    tracing::debug!(name = %request.name, %error, "forward a DNS question");
+                }
                 if request.is_relay() {
                     request.fail(ResponseCode::ServFail)
                 } else {
@@ -99,18 +121,48 @@ impl Server {
         }
     }
 
-    /// Has an answer learnt when rules ask for its name. What it has to wait for.
-    fn learn(&self, reply: &[u8]) -> Option<Pending> {
-        let wanted = self.domains.wanted();
-        if wanted.is_empty() || !wanted.asks_for(&learn::asked_name(reply)?) {
-            return None;
-        }
-        self.domains.learn(&learn::answer(reply)?)
+    /// At most [`FAILURES_LOGGED`] times a second.
+    fn may_log(&self) -> bool {
+        let second = self.began.elapsed().as_secs() << 8;
+        let count = |last: u64| match last & !0xff == second {
+            true if last & 0xff >= FAILURES_LOGGED => None,
+            true => Some(last + 1),
+            false => Some(second + 1),
+        };
+        let (set, get) = (Ordering::Relaxed, Ordering::Relaxed);
+        self.failures.fetch_update(set, get, count).is_ok()
     }
 
-    /// Learns an answer, and waits until policies know its addresses: the client may use them at once.
+    /// Counts and logs an answer that is about to be sent.
+    fn answered(&self, exchange: &Exchange<'_>) {
+        self.metrics.response(exchange.reply, exchange.took);
+        let blocks = self.blocks.load();
+        if !blocks.logs {
+            return;
+        }
+        let name = hickory_proto::op::Message::from_vec(exchange.query)
+            .ok()
+            .and_then(|query| Some(query.queries.first()?.name().clone()));
+        if let Some(block) = name.and_then(|name| blocks.find(&name)) {
+            for line in log::lines(&block.config.log, exchange) {
+                tracing::info!(target: "dns", "{line}");
+            }
+        }
+    }
+
+    /// Whether rules ask for the name of an answer.
+    fn teaches(&self, reply: &[u8]) -> bool {
+        let wanted = self.domains.wanted();
+        !wanted.is_empty() && learn::asked_name(reply).is_some_and(|name| wanted.asks_for(&name))
+    }
+
+    /// Learns an answer when rules ask for its name, and waits until policies know its addresses: the client may use them
+    /// at once.
     async fn learnt(&self, reply: &[u8]) {
-        if let Some(pending) = self.learn(reply) {
+        if self.teaches(reply)
+            && let Some(answer) = learn::answer(reply)
+            && let Some(pending) = self.domains.learn(&answer)
+        {
             self.domains.wait(pending).await;
         }
     }
@@ -129,30 +181,38 @@ impl Server {
                 }
             };
             let began = Instant::now();
-            match self.handle(&buffer[..length], Transport::Udp, client) {
-                Step::Reply(reply) => match self.learn(&reply) {
-                    None => {
-                        self.metrics.response(&reply, began.elapsed());
-                        send(&socket, &reply, client).await;
-                    }
-                    Some(pending) => {
-                        let (server, socket) = (Arc::clone(&self), Arc::clone(&socket));
-                        tokio::spawn(async move {
-                            server.domains.wait(pending).await;
-                            server.metrics.response(&reply, began.elapsed());
-                            send(&socket, &reply, client).await;
-                        });
-                    }
-                },
+            let step = self.handle(&buffer[..length], Transport::Udp, client);
+            match step {
                 Step::Drop => {
                     self.metrics.dropped.inc();
                 }
-                Step::Ask(request) => {
+                Step::Reply(reply) if !self.teaches(&reply) => {
+                    self.answered(&Exchange {
+                        client,
+                        transport: Transport::Udp,
+                        query: &buffer[..length],
+                        reply: &reply,
+                        took: began.elapsed(),
+                    });
+                    send(&socket, &reply, client).await;
+                }
+                step => {
                     let (server, socket) = (Arc::clone(&self), Arc::clone(&socket));
+                    let query = buffer[..length].to_vec();
                     tokio::spawn(async move {
-                        let reply = server.ask(&request).await;
+                        let reply = match step {
+                            Step::Ask(request) => server.ask(&request).await,
+                            Step::Reply(reply) => reply,
+                            Step::Drop => return,
+                        };
                         server.learnt(&reply).await;
-                        server.metrics.response(&reply, began.elapsed());
+                        server.answered(&Exchange {
+                            client,
+                            transport: Transport::Udp,
+                            query: &query,
+                            reply: &reply,
+                            took: began.elapsed(),
+                        });
                         send(&socket, &reply, client).await;
                     });
                 }
@@ -199,12 +259,66 @@ impl Server {
                 Step::Ask(request) => self.ask(&request).await,
             };
             self.learnt(&reply).await;
-            self.metrics.response(&reply, began.elapsed());
+            self.answered(&Exchange {
+                client,
+                transport: Transport::Tcp,
+                query: &query,
+                reply: &reply,
+                took: began.elapsed(),
+            });
             let length = u16::try_from(reply.len()).unwrap_or_default();
             let mut framed = length.to_be_bytes().to_vec();
             framed.extend_from_slice(&reply);
             tokio::time::timeout(WRITE_TIMEOUT, stream.write_all(&framed)).await??;
         }
+    }
+}
+
+/// All that is known of names here, at one moment.
+struct Here<'a> {
+    blocks: &'a Blocks,
+    zone: &'a Zone,
+    loops: &'a Loops,
+    rotation: usize,
+}
+
+impl Names for Here<'_> {
+    fn look_up(&self, name: &Name, record_type: RecordType) -> Known {
+        let block = self.blocks.find(name);
+        let answer = |rcode| {
+            Some(Answer {
+                rcode,
+                ..Answer::default()
+            })
+        };
+        let mut known = Known {
+            answer: None,
+            rewritten: None,
+            cap: MAX_UDP_BYTES,
+        };
+        if self.loops.comes_back(name, record_type) {
+            known.answer = answer(ResponseCode::Refused);
+            return known;
+        }
+        let Some(block) = block else {
+            return known;
+        };
+        known.cap = block.config.bufsize.unwrap_or(MAX_UDP_BYTES);
+        known.rewritten = rewrite::apply(&block.config.rewrites, name, record_type);
+        let (name, record_type) = match &known.rewritten {
+            Some(rewritten) => (&rewritten.name, rewritten.record_type),
+            None => (name, record_type),
+        };
+        known.answer = block.hosts(name, record_type);
+        if known.answer.is_none() && block.config.kubernetes.is_some() {
+            known.answer = self.zone.lookup(name, record_type, self.rotation);
+        }
+        known
+    }
+
+    fn can_ask(&self, place: &Name, name: &Name) -> bool {
+        let block = self.blocks.find(place);
+        block.is_some_and(|block| block.can_ask(name))
     }
 }
 

@@ -37,6 +37,12 @@ pub struct Options {
     pub fallthrough: Vec<Name>,
     /// Networks whose reverse zones are answered here, besides those of the feed's configuration.
     pub reverse: Vec<IpNetwork>,
+    /// The cluster's zone; none: what the feed's configuration says.
+    pub zone: Option<Name>,
+    /// Endpoints have no names, and headless Services no addresses.
+    pub no_endpoints: bool,
+    /// Only these exist; empty: all.
+    pub namespaces: Vec<String>,
 }
 
 impl Default for Options {
@@ -48,6 +54,9 @@ impl Default for Options {
             ignore_empty_service: false,
             fallthrough: Vec::new(),
             reverse: Vec::new(),
+            zone: None,
+            no_endpoints: false,
+            namespaces: Vec::new(),
         }
     }
 }
@@ -167,10 +176,11 @@ impl Zone {
     /// An empty zone that knows nothing yet: missing names are SERVFAIL.
     #[must_use]
     pub fn new(options: Options) -> Self {
+        let name = options.zone.clone();
         Self {
             reverse: options.reverse.clone(),
             options,
-            name: Name::from_ascii(DEFAULT_ZONE).unwrap_or_default(),
+            name: name.unwrap_or_else(|| Name::from_ascii(DEFAULT_ZONE).unwrap_or_default()),
             name_servers: Addresses::default(),
             namespaces: HashSet::new(),
             services: HashMap::new(),
@@ -180,14 +190,14 @@ impl Zone {
         }
     }
 
+    /// Takes other options; an update with everything has to follow.
+    pub(super) fn set_options(&mut self, options: Options) {
+        self.options = options;
+    }
+
     /// From now on a name that is missing here does not exist.
     pub fn set_synced(&mut self) {
         self.synced = true;
-    }
-
-    /// Addresses that lead to cluster DNS itself.
-    pub(super) fn dns_addresses(&self) -> Vec<IpAddr> {
-        self.name_servers.iter().collect()
     }
 
     /// Takes a state and what of it changed.
@@ -213,7 +223,9 @@ impl Zone {
     }
 
     fn configure(&mut self, config: &v1::ClusterConfig) {
-        if let Ok(mut name) = Name::from_ascii(&config.cluster_domain)
+        if let Some(zone) = &self.options.zone {
+            self.name = zone.clone();
+        } else if let Ok(mut name) = Name::from_ascii(&config.cluster_domain)
             && name.num_labels() > 0
         {
             name.set_fqdn(true);
@@ -224,7 +236,12 @@ impl Zone {
         self.reverse
             .extend(networks.filter_map(|cidr| cidr.parse::<IpNetwork>().ok()));
         self.name_servers = parsed(&config.dns_ips).collect();
-        self.namespaces = config.namespaces.iter().cloned().collect();
+        let namespaces = config.namespaces.iter().cloned();
+        self.namespaces = namespaces.filter(|name| self.shows(name)).collect();
+    }
+
+    fn shows(&self, namespace: &String) -> bool {
+        self.options.namespaces.is_empty() || self.options.namespaces.contains(namespace)
     }
 
     fn insert<'a>(
@@ -233,6 +250,9 @@ impl Zone {
         service: &v1::Service,
         slices: impl Iterator<Item = &'a Slice>,
     ) {
+        if !self.shows(&name.namespace) {
+            return;
+        }
         let service = self.translate(service, slices);
         let owner = Arc::new(name.clone());
         let pointers = service.pointers();
@@ -305,7 +325,7 @@ impl Zone {
 
     fn endpoints<'a>(&self, slices: impl Iterator<Item = &'a Slice>) -> Endpoints {
         let mut found: BTreeMap<String, (Vec<IpAddr>, Arc<[Port]>)> = BTreeMap::new();
-        for slice in slices {
+        for slice in slices.take_while(|_| !self.options.no_endpoints) {
             let ports: BTreeSet<Port> = slice
                 .ports
                 .iter()

@@ -131,6 +131,12 @@ pub struct CounterReport {
 pub struct DnsReport {
     pub addresses: Vec<String>,
     pub synced: bool,
+    /// The cluster's Corefile serves, not what is built in.
+    #[serde(default)]
+    pub from_cluster: bool,
+    /// Why a newer configuration does not serve.
+    #[serde(default)]
+    pub error: Option<String>,
 }
 
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -198,9 +204,14 @@ impl Observe {
             nodes: state.nodes.len(),
             attached_pods: inner.attachments.get().map_or(0, |a| a.records().len()),
             flows: self.flows_report(),
-            dns: inner.dns.get().map(|dns| DnsReport {
-                addresses: dns.addresses().iter().map(ToString::to_string).collect(),
-                synced: dns.is_synced(),
+            dns: inner.dns.get().map(|dns| {
+                let configuration = dns.configuration();
+                DnsReport {
+                    addresses: dns.addresses().iter().map(ToString::to_string).collect(),
+                    synced: dns.is_synced(),
+                    from_cluster: configuration.from_cluster,
+                    error: configuration.error,
+                }
             }),
         }
     }

@@ -7,7 +7,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use bytes::Bytes;
 use control_api::desired::Name;
-use control_api::v1::{ClusterConfig, ObjectKind, object};
+use control_api::v1::{ClusterConfig, KeyedData, ObjectKind, object};
 use serde_json::Value;
 
 use crate::effects::{encode, key_of};
@@ -32,6 +32,8 @@ type SharedKey = (ObjectKind, Name);
 pub struct Index {
     base: ClusterConfig,
     namespaces: BTreeSet<String>,
+    /// What the configuration of cluster DNS is made of, by ConfigMap.
+    dns: BTreeMap<Name, KeyedData>,
     config: Bytes,
     /// Nodes, services, endpoint slices and announcements, which every node gets.
     shared: BTreeMap<SharedKey, Bytes>,
@@ -52,6 +54,7 @@ impl Index {
         let mut index = Self {
             base,
             namespaces: BTreeSet::new(),
+            dns: BTreeMap::new(),
             config: Bytes::new(),
             shared: BTreeMap::new(),
             keyed: BTreeMap::new(),
@@ -132,12 +135,11 @@ impl Index {
                 return Effects::default();
             }
             Kind::ConfigMap => {
-                return self.set_keyed(
-                    (ObjectKind::ConfigMap, name),
-                    Some(object::Kind::ConfigMap(translate::keyed_data(
-                        object, false,
-                    ))),
-                );
+                let data = translate::keyed_data(object, false);
+                let mut effects = self.set_dns(&name, Some(&data));
+                let key = (ObjectKind::ConfigMap, name);
+                effects.extend(self.set_keyed(key, Some(object::Kind::ConfigMap(data))));
+                return effects;
             }
             Kind::Secret => {
                 return self.set_keyed(
@@ -261,7 +263,11 @@ impl Index {
                 self.policies.remove_peer(&name);
                 self.set_shared((ObjectKind::Node, name), None)
             }
-            Kind::ConfigMap => self.set_keyed((ObjectKind::ConfigMap, name), None),
+            Kind::ConfigMap => {
+                let mut effects = self.set_dns(&name, None);
+                effects.extend(self.set_keyed((ObjectKind::ConfigMap, name), None));
+                effects
+            }
             Kind::Secret => self.set_keyed((ObjectKind::Secret, name), None),
             other => self.set_shared((other.feed_kind(), name), None),
         }
@@ -276,6 +282,22 @@ impl Index {
         if !changed {
             return Effects::default();
         }
+        self.tell_config()
+    }
+
+    /// Every node serves cluster DNS, whether its agent runs pods or not.
+    fn set_dns(&mut self, name: &Name, to: Option<&KeyedData>) -> Effects {
+        if translate::dns_folder(name).is_none() || self.dns.get(name) == to {
+            return Effects::default();
+        }
+        match to {
+            Some(data) => drop(self.dns.insert(name.clone(), data.clone())),
+            None => drop(self.dns.remove(name)),
+        }
+        self.tell_config()
+    }
+
+    fn tell_config(&mut self) -> Effects {
         self.config = self.encode_config();
         Effects::shared([Op::Upsert(self.config.clone())])
     }
@@ -283,6 +305,7 @@ impl Index {
     fn encode_config(&self) -> Bytes {
         let mut config = self.base.clone();
         config.namespaces = self.namespaces.iter().cloned().collect();
+        config.dns_files = translate::dns_files(&self.dns);
         encode(object::Kind::Config(config))
     }
 

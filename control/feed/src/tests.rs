@@ -337,3 +337,35 @@ fn translates_services_and_slices() {
     assert_eq!(endpoints[0].target_pod(), "d/p");
     assert!(!endpoints[1].ready() && !endpoints[1].serving());
 }
+
+#[test]
+fn every_node_gets_the_configuration_of_cluster_dns() {
+    let map = |name: &str, key: &str, text: &str| json!({"metadata": {"name": name, "namespace": "kube-system"}, "data": {(key): text}});
+    let mut index = Index::new(config());
+    let mut state = held(&index, "n1", 0);
+    let mut revision = 0;
+    let mut tell = |index: &mut Index, object: &Value, delete: bool| {
+        revision += 1;
+        let effects = match delete {
+            false => index.upsert(Kind::ConfigMap, object, revision),
+            true => index.remove(Kind::ConfigMap, object),
+        };
+        apply(&mut state, "n1", revision, &effects);
+        assert_eq!(state, held(index, "n1", revision));
+        state.config.dns_files.clone()
+    };
+    let own = map("coredns", "Corefile", ". {\n}");
+    assert_eq!(
+        tell(&mut index, &own, false)["/etc/coredns/Corefile"],
+        b". {\n}"
+    );
+    let custom = map("coredns-custom", "a.server", "a {\n}");
+    let files = tell(&mut index, &custom, false);
+    assert_eq!(files["/etc/coredns/custom/a.server"], b"a {\n}");
+    assert_eq!(files.len(), 2);
+    assert_eq!(tell(&mut index, &map("other", "x", "y"), false).len(), 2);
+    let huge = map("coredns-custom", "b.server", &"x".repeat(300 << 10));
+    assert_eq!(tell(&mut index, &huge, false).len(), 1);
+    assert_eq!(index.upsert(Kind::ConfigMap, &own, 9), Effects::default());
+    assert_eq!(tell(&mut index, &own, true).len(), 0);
+}

@@ -7,6 +7,7 @@ use std::collections::BTreeMap;
 use std::net::IpAddr;
 
 use base64::Engine;
+use control_api::desired::Name;
 use control_api::v1::{
     AddressFamily, Endpoint, EndpointPort, EndpointSlice, KeyedData, LoadBalancerIngress, Node,
     Protocol, Service, ServicePort, ServiceType, TrafficPolicy,
@@ -279,4 +280,35 @@ pub(crate) fn keyed_data(object: &Value, secret: bool) -> KeyedData {
         name: name(object),
         data,
     }
+}
+
+/// Bytes of all files of cluster DNS: every node gets them with every change of a namespace. Those beyond are left out,
+/// and a node says what it misses.
+const MAX_DNS_BYTES: usize = 256 << 10;
+
+/// Where CoreDNS has the keys of a ConfigMap, as kubeadm and k3s mount it; none for every other ConfigMap.
+pub(crate) fn dns_folder(name: &Name) -> Option<&'static str> {
+    match (name.namespace.as_str(), name.name.as_str()) {
+        ("kube-system", "coredns") => Some("/etc/coredns"),
+        ("kube-system", "coredns-custom") => Some("/etc/coredns/custom"),
+        _ => None,
+    }
+}
+
+/// The files of cluster DNS by path.
+pub(crate) fn dns_files(maps: &BTreeMap<Name, KeyedData>) -> BTreeMap<String, Vec<u8>> {
+    let mut room = MAX_DNS_BYTES;
+    let mut files = BTreeMap::new();
+    for (name, map) in maps {
+        let Some(folder) = dns_folder(name) else {
+            continue;
+        };
+        for (key, text) in &map.data {
+            if let Some(rest) = room.checked_sub(text.len()) {
+                room = rest;
+                files.insert(format!("{folder}/{key}"), text.clone());
+            }
+        }
+    }
+    files
 }

@@ -236,8 +236,9 @@ fn cluster_config(network: &Network) -> ClusterConfig {
         pod_cidrs: network.pod_cidrs.iter().map(ToString::to_string).collect(),
         node_port_first: network.node_port_first.into(),
         node_port_last: network.node_port_last.into(),
-        namespaces: Vec::new(),
         external_ips: network.allow_external_ips,
+        // Namespaces and DNS are the index's.
+        ..ClusterConfig::default()
     }
 }
 

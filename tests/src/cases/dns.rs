@@ -115,6 +115,7 @@ impl<'a> Settings<'a> {
                 .iter()
                 .map(fixture::reverse_network)
                 .collect::<Result<_>>()?,
+            ..ZoneOptions::default()
         };
         let mut zone = Zone::new(options);
         let zone_name = self.get("zone").as_str().unwrap_or("cluster.local.");

@@ -218,7 +218,16 @@ fn status_text(status: &StatusReport) -> Result<String> {
         } else {
             " (waiting for the first state)"
         };
-        writeln!(out, "DNS        {}{synced}", dns.addresses.join(", "))?;
+        let corefile = if dns.from_cluster {
+            "the cluster's Corefile"
+        } else {
+            "no Corefile in the cluster"
+        };
+        let addresses = dns.addresses.join(", ");
+        writeln!(out, "DNS        {addresses}{synced}, {corefile}")?;
+        if let Some(error) = &dns.error {
+            writeln!(out, "           the last Corefile does not serve: {error}")?;
+        }
     }
     if let Some(flows) = &status.flows {
         let dropped: u64 = flows.drops.iter().map(|drop| drop.packets).sum();

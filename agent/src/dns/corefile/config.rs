@@ -244,6 +244,13 @@ impl Corefile {
             }
             blocks.push(plugins::block(&raw, served)?);
         }
+        if blocks.is_empty() {
+            let place = Place {
+                file: file.into(),
+                line: 1,
+            };
+            return Err(place.error("there is no server block, as . { } is one"));
+        }
         Ok(Self { blocks })
     }
 }

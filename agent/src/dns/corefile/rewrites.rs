@@ -1,6 +1,6 @@
 //! The directive rewrite: rules for questions, and for their answers. [pure]
 
-use hickory_proto::rr::{DNSClass, Name, RecordType};
+use hickory_proto::rr::{Name, RecordType};
 use regex::Regex;
 
 use super::CorefileError;
@@ -21,7 +21,6 @@ pub struct RewriteRule {
 pub enum Field {
     Name(NameRule),
     Type(RecordType, RecordType),
-    Class(DNSClass, DNSClass),
     /// The TTLs of answers for matching names.
     Ttl(Match, TtlRange),
 }
@@ -121,16 +120,6 @@ fn field(line: &Line, words: &[&str]) -> Result<Field, CorefileError> {
             };
             Ok(Field::Type(parse(from)?, parse(to)?))
         }
-        ["class", from, to] => {
-            let parse = |text: &str| match text.to_ascii_uppercase().as_str() {
-                "IN" => Ok(DNSClass::IN),
-                "CH" => Ok(DNSClass::CH),
-                "HS" => Ok(DNSClass::HS),
-                "ANY" => Ok(DNSClass::ANY),
-                _ => Err(line.error(format!("{text} is no class"))),
-            };
-            Ok(Field::Class(parse(from)?, parse(to)?))
-        }
         ["ttl", kind, from, ttl] if KINDS.contains(kind) => Ok(Field::Ttl(
             matching(line, kind, from)?,
             ttl_range(line, ttl)?,
@@ -143,11 +132,11 @@ fn field(line: &Line, words: &[&str]) -> Result<Field, CorefileError> {
             name_rule(line, kind, from, to, answer)
         }
         ["name", from, to, answer @ ..] => name_rule(line, "exact", from, to, answer),
-        [field @ ("type" | "class" | "ttl" | "name"), ..] => {
+        [field @ ("type" | "ttl" | "name"), ..] => {
             Err(line.error(format!("rewrite {field} needs a source and a target")))
         }
         [other, ..] => Err(line.error(format!(
-            "rewriting {other} is not done here, only name, type, class and ttl"
+            "rewriting {other} is not done here, only name, type and ttl"
         ))),
         [] => Err(line.error("rewrite needs a field, a source and a target")),
     }
@@ -167,7 +156,6 @@ fn name_rule(
         _ => to.to_ascii_lowercase(),
     };
     let mut rest = answer;
-    // The whole name that was asked for is known where all of it was matched.
     let mut rules = Vec::new();
     while !rest.is_empty() {
         let (rule, after) = match rest {

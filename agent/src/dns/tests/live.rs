@@ -1,97 +1,59 @@
 //! The server on loopback with upstream servers that do as they are told.
 
 use std::net::SocketAddr;
-use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, RwLock};
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use control_api::desired::Changes;
 use hickory_proto::op::{Message, MessageType, OpCode, Query, ResponseCode};
-use hickory_proto::rr::rdata::A;
-use hickory_proto::rr::{Name, RData, Record, RecordType};
+use hickory_proto::rr::{Name, RecordType};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
-use tokio::net::{TcpListener, TcpStream, UdpSocket};
+use tokio::net::{TcpStream, UdpSocket};
 
 use super::state;
-use crate::dns::forward::Forwarder;
-use crate::dns::metrics::Metrics;
-use crate::dns::server::{self, Server};
-use crate::dns::{Options, Zone};
+use super::upstreams::{Says, upstream};
+use crate::dns::Options;
+use crate::dns::corefile::{Corefile, Mounted};
+use crate::dns::runtime::Runtime;
+use crate::dns::server;
+use crate::dns::upstream::Surroundings;
 
-const PATIENCE: Duration = Duration::from_secs(10);
+pub(super) const PATIENCE: Duration = Duration::from_secs(10);
 
-/// Answers every A question with so many addresses; over UDP only a truncated stub when told so.
-struct Upstream {
-    address: SocketAddr,
-    asked: Arc<AtomicUsize>,
+pub(super) struct Running {
+    pub(super) address: SocketAddr,
+    pub(super) runtime: Arc<Runtime>,
 }
 
-async fn upstream(records: u8, truncate: bool) -> Upstream {
-    let udp = UdpSocket::bind("127.0.0.1:0").await.unwrap();
-    let address = udp.local_addr().unwrap();
-    let tcp = TcpListener::bind(address).await.unwrap();
-    let asked = Arc::new(AtomicUsize::new(0));
-    let counter = Arc::clone(&asked);
-    tokio::spawn(async move {
-        let mut buffer = [0; 2048];
-        loop {
-            let (length, client) = udp.recv_from(&mut buffer).await.unwrap();
-            counter.fetch_add(1, Ordering::SeqCst);
-            let reply = upstream_reply(
-                &buffer[..length],
-                if truncate { 0 } else { records },
-                truncate,
-            );
-            udp.send_to(&reply, client).await.unwrap();
-        }
-    });
-    tokio::spawn(async move {
-        loop {
-            let (mut stream, _) = tcp.accept().await.unwrap();
-            let length = stream.read_u16().await.unwrap();
-            let mut query = vec![0; length.into()];
-            stream.read_exact(&mut query).await.unwrap();
-            let reply = upstream_reply(&query, records, false);
-            stream
-                .write_u16(u16::try_from(reply.len()).unwrap())
-                .await
-                .unwrap();
-            stream.write_all(&reply).await.unwrap();
-        }
-    });
-    Upstream { address, asked }
-}
-
-fn upstream_reply(query: &[u8], records: u8, truncated: bool) -> Vec<u8> {
-    let query = Message::from_vec(query).unwrap();
-    let mut reply = Message::response(query.id, OpCode::Query);
-    reply.metadata.truncation = truncated;
-    reply.metadata.recursion_available = true;
-    let name = query.queries[0].name().clone();
-    for last in 1..=records {
-        let data = RData::A(A::new(198, 51, 100, last));
-        reply.add_answer(Record::from_rdata(name.clone(), 20, data));
-    }
-    reply.add_queries(query.queries);
-    reply.to_vec().unwrap()
-}
-
-async fn serve(upstreams: &[SocketAddr]) -> SocketAddr {
-    let mut zone = Zone::new(Options::default());
-    zone.update(&state(), &Changes::everything());
-    zone.set_synced();
-    let metrics = Arc::new(Metrics::default());
-    let forwarder = Forwarder::new(upstreams, Arc::clone(&metrics));
-    let zone = Arc::new(RwLock::new(zone));
-    let server = Arc::new(Server::new(zone, forwarder, metrics, Arc::default()));
+/// Serves a configuration on a port of loopback, with the cluster's names where it has kubernetes.
+pub(super) fn serve_corefile(text: &str, files: &Mounted) -> Running {
+    let corefile = Corefile::parse(text, "Corefile", files).unwrap();
+    let runtime = Runtime::new(Surroundings::default(), Options::default(), Arc::default());
+    let taken = runtime.take(corefile, Arc::new(files.clone()), Some(&state()));
+    taken.unwrap();
+    runtime.zone.write().unwrap().set_synced();
+    let server = runtime.server(53);
     let (udp, tcp) = server::bind("127.0.0.1:0".parse().unwrap()).unwrap();
     let address = udp.local_addr().unwrap();
     tokio::spawn(Arc::clone(&server).udp(udp));
     tokio::spawn(server.tcp(tcp));
-    address
+    Running {
+        address,
+        runtime: Arc::new(runtime),
+    }
 }
 
-fn question(name: &str) -> Vec<u8> {
+fn serve(upstreams: &[SocketAddr]) -> SocketAddr {
+    let to: Vec<String> = upstreams.iter().map(ToString::to_string).collect();
+    let forward = match to.as_slice() {
+        [] => String::new(),
+        to => format!("forward . {} {{\n policy round_robin\n }}", to.join(" ")),
+    };
+    let text = format!(". {{\n kubernetes cluster.local 10.0.0.0/8\n cache\n {forward}\n}}");
+    serve_corefile(&text, &Mounted::default()).address
+}
+
+pub(super) fn question(name: &str) -> Vec<u8> {
     static NEXT_ID: Mutex<u16> = Mutex::new(100);
     let mut id = NEXT_ID.lock().unwrap();
     *id += 1;
@@ -101,7 +63,7 @@ fn question(name: &str) -> Vec<u8> {
     message.to_vec().unwrap()
 }
 
-async fn ask(server: SocketAddr, name: &str) -> Message {
+pub(super) async fn ask(server: SocketAddr, name: &str) -> Message {
     let query = question(name);
     let socket = UdpSocket::bind("127.0.0.1:0").await.unwrap();
     socket.send_to(&query, server).await.unwrap();
@@ -116,7 +78,7 @@ async fn ask(server: SocketAddr, name: &str) -> Message {
     reply
 }
 
-async fn ask_tcp(server: SocketAddr, names: &[&str]) -> Vec<Message> {
+pub(super) async fn ask_tcp(server: SocketAddr, names: &[&str]) -> Vec<Message> {
     let mut stream = TcpStream::connect(server).await.unwrap();
     for name in names {
         let query = question(name);
@@ -141,7 +103,7 @@ async fn ask_tcp(server: SocketAddr, names: &[&str]) -> Vec<Message> {
 
 #[tokio::test]
 async fn cluster_names_by_udp_and_by_pipelined_tcp() {
-    let server = serve(&[]).await;
+    let server = serve(&[]);
     let reply = ask(server, "cart.shop.svc.cluster.local.").await;
     assert_eq!(reply.answers[0].data.to_string(), "10.96.10.5");
     let names = [
@@ -163,8 +125,8 @@ async fn cluster_names_by_udp_and_by_pipelined_tcp() {
 
 #[tokio::test]
 async fn forwarded_answers_come_from_the_cache_the_second_time() {
-    let upstream = upstream(1, false).await;
-    let server = serve(&[upstream.address]).await;
+    let upstream = upstream(Says::addresses(1)).await;
+    let server = serve(&[upstream.address]);
     for spelling in ["www.example.test.", "WWW.Example.TEST."] {
         let reply = ask(server, spelling).await;
         assert_eq!(reply.answers[0].data.to_string(), "198.51.100.1");
@@ -176,8 +138,12 @@ async fn forwarded_answers_come_from_the_cache_the_second_time() {
 
 #[tokio::test]
 async fn truncation_upstream_reaches_udp_clients_and_not_tcp_clients() {
-    let upstream = upstream(60, true).await;
-    let server = serve(&[upstream.address]).await;
+    let upstream = upstream(Says {
+        cut: true,
+        ..Says::addresses(60)
+    })
+    .await;
+    let server = serve(&[upstream.address]);
     let reply = ask(server, "many.example.test.").await;
     assert!(reply.truncation && reply.answers.is_empty());
     let replies = ask_tcp(server, &["many.example.test."]).await;
@@ -192,8 +158,8 @@ async fn truncation_upstream_reaches_udp_clients_and_not_tcp_clients() {
 async fn a_silent_upstream_costs_the_first_questions_only() {
     // Bound and never read: questions to it are lost without an error.
     let silent = UdpSocket::bind("127.0.0.1:0").await.unwrap();
-    let alive = upstream(1, false).await;
-    let server = serve(&[silent.local_addr().unwrap(), alive.address]).await;
+    let alive = upstream(Says::addresses(1)).await;
+    let server = serve(&[silent.local_addr().unwrap(), alive.address]);
     let began = Instant::now();
     for number in 0..20 {
         let asked = Instant::now();
@@ -218,7 +184,7 @@ async fn without_an_answer_from_upstream_clients_are_told_so() {
         .unwrap()
         .local_addr()
         .unwrap();
-    let server = serve(&[closed]).await;
+    let server = serve(&[closed]);
     let reply = ask(server, "www.example.test.").await;
     assert_eq!(reply.response_code, ResponseCode::ServFail);
 }

@@ -1,5 +1,8 @@
+mod cached;
+mod configured;
 mod live;
 mod pure;
+mod upstreams;
 
 use control_api::desired::{DesiredState, Name};
 use control_api::v1::{

@@ -1,13 +1,9 @@
-use std::time::{Duration, Instant};
-
 use control_api::desired::{Changes, DesiredState, Name as ObjectName};
 use hickory_proto::op::{Edns, Message, MessageType, OpCode, Query, ResponseCode};
-use hickory_proto::rr::rdata::{A, CNAME, SOA};
-use hickory_proto::rr::{DNSClass, Name, RData, Record, RecordType};
+use hickory_proto::rr::{DNSClass, Name, RecordType};
 use proptest::prelude::*;
 
 use super::{put_service, put_slice, service, slice, state};
-use crate::dns::cache::{Cache, Key};
 use crate::dns::upstream::parse_resolv_conf;
 use crate::dns::{Options, Step, Transport, Zone, handle};
 
@@ -244,88 +240,6 @@ fn large_answers_are_cut_and_small_ones_whole() {
     assert_eq!((message.answers.len(), message.truncation), (100, false));
 }
 
-fn key(name: &str) -> Key {
-    Key {
-        name: name.into(),
-        record_type: 1,
-        edns: false,
-        dnssec: false,
-        checking_disabled: false,
-    }
-}
-
-fn upstream(rcode: ResponseCode, ttl: u32, soa: Option<(u32, u32)>) -> Vec<u8> {
-    let name = Name::from_ascii("www.example.test.").unwrap();
-    let mut message = Message::response(1, OpCode::Query);
-    message.metadata.response_code = rcode;
-    message.add_query(Query::query(name.clone(), RecordType::A));
-    if rcode == ResponseCode::NoError && soa.is_none() {
-        let target = Name::from_ascii("a.example.test.").unwrap();
-        message.add_answer(Record::from_rdata(
-            name.clone(),
-            ttl,
-            RData::CNAME(CNAME(target.clone())),
-        ));
-        message.add_answer(Record::from_rdata(
-            target,
-            ttl + 5,
-            RData::A(A::new(192, 0, 2, 1)),
-        ));
-    }
-    if let Some((ttl, minimum)) = soa {
-        let soa = SOA::new(name.clone(), name.clone(), 1, 2, 3, 4, minimum);
-        message.add_authority(Record::from_rdata(name, ttl, RData::SOA(soa)));
-    }
-    message.to_vec().unwrap()
-}
-
-#[test]
-fn cached_answers_age_and_end() {
-    let mut cache = Cache::default();
-    let now = Instant::now();
-    let after = |s| now + Duration::from_secs(s);
-    cache.put(key("a."), &upstream(ResponseCode::NoError, 20, None), now);
-    let message = Message::from_vec(&cache.get(&key("a."), after(3)).unwrap()).unwrap();
-    assert_eq!(
-        message.answers.iter().map(|r| r.ttl).collect::<Vec<_>>(),
-        [17, 22]
-    );
-    assert!(cache.get(&key("a."), after(20)).is_none());
-    assert_eq!(cache.len(), 0);
-
-    // RFC 2308: the smaller of the SOA's TTL and its minimum.
-    cache.put(
-        key("n."),
-        &upstream(ResponseCode::NXDomain, 0, Some((60, 2))),
-        now,
-    );
-    assert!(cache.get(&key("n."), after(1)).is_some());
-    assert!(cache.get(&key("n."), after(2)).is_none());
-
-    for unfit in [
-        upstream(ResponseCode::ServFail, 20, None),
-        upstream(ResponseCode::NXDomain, 0, None),
-        upstream(ResponseCode::NoError, 0, None),
-        {
-            let mut cut = upstream(ResponseCode::NoError, 20, None);
-            cut[2] |= 0x02;
-            cut
-        },
-    ] {
-        cache.put(key("u."), &unfit, now);
-        assert!(cache.get(&key("u."), now).is_none());
-    }
-    for i in 0..10_000 {
-        let name = format!("{i}.");
-        cache.put(
-            key(&name),
-            &upstream(ResponseCode::NoError, 20 + i % 50, None),
-            now,
-        );
-    }
-    assert!(cache.len() <= 4096 && cache.len() > 2000, "{}", cache.len());
-}
-
 #[test]
 fn resolv_conf_lines() {
     let text = "# nameserver 192.0.2.9\nsearch a b\nnameserver 192.0.2.1\n nameserver\tfe80::1%3\n\
@@ -382,16 +296,6 @@ proptest! {
                     prop_assert!(!reply.is_empty());
                 }
             }
-        }
-    }
-
-    #[test]
-    fn no_upstream_answer_panics_the_cache(bytes in packet(), noise in prop::collection::vec(any::<u8>(), 0..100)) {
-        let mut cache = Cache::default();
-        let now = Instant::now();
-        for message in [bytes, noise] {
-            cache.put(key("x."), &message, now);
-            cache.get(&key("x."), now);
         }
     }
 }
