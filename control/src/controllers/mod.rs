@@ -1,6 +1,7 @@
 //! One file or folder per controller: a pure core (state in, actions out, time as a value) and a thin runtime around it.
 
 mod batch;
+mod cluster_network_policy;
 mod cronjob;
 mod daemonset;
 mod deployment;
@@ -84,6 +85,7 @@ pub async fn run(
     all.start(job::Jobs::new);
     all.start(cronjob::CronJobs::new);
     all.start(disruption::Budgets::new);
+    all.start(cluster_network_policy::ClusterNetworkPolicies::new);
     let quotas = all.start(quota::Quotas::new);
     let content_changed = quota::notifier(&context, &quotas);
     let namespaces =

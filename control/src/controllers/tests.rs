@@ -484,3 +484,38 @@ async fn counts_are_exact_although_writes_fail_and_watches_lag() {
     let most = most.load(std::sync::atomic::Ordering::SeqCst);
     assert!(most <= 6 + 2, "{most} pods at once with a surge of two");
 }
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn policies_are_told_that_they_are_accepted_and_no_more_often_than_needed() {
+    let cluster = Cluster::start().await;
+    let r = resources::CLUSTER_NETWORK_POLICIES;
+    let changes = Arc::new(std::sync::atomic::AtomicUsize::new(0));
+    let seen = changes.clone();
+    cluster.store(r).subscribe(move |change| {
+        if change.object().name() == "first" {
+            seen.fetch_add(1, std::sync::atomic::Ordering::SeqCst);
+        }
+    });
+    let policy = |name: &str| {
+        json!({"metadata": {"name": name}, "spec": {
+            "tier": "Admin", "priority": 1, "subject": {"namespaces": {}},
+            "egress": [{"action": "Accept", "to": [{"domainNames": ["*.example.org"]}]}]}})
+    };
+    let accepted = |store: &Store, name: &str, generation: i64| {
+        store.get(&Key::new("", name)).is_some_and(|policy| {
+            policy.condition("Accepted").is_some_and(|condition| {
+                condition.text(&["status"]) == "True"
+                    && condition.number(&["observedGeneration"]) == Some(generation)
+            })
+        })
+    };
+    cluster.create(r, policy("first")).await;
+    cluster.until(r, |all| accepted(all, "first", 1)).await;
+    let patch = json!({"spec": {"priority": 2}});
+    cluster.merge(r, &Key::new("", "first"), patch).await;
+    cluster.until(r, |all| accepted(all, "first", 2)).await;
+    cluster.create(r, policy("second")).await;
+    cluster.until(r, |all| accepted(all, "second", 1)).await;
+    let changes = changes.load(std::sync::atomic::Ordering::SeqCst);
+    assert_eq!(changes, 4, "made, told, changed, told");
+}

@@ -22,6 +22,7 @@ use serde_json::Value;
 
 use crate::Effects;
 use graph::Graph;
+pub use rules::{is_staged, unknown_parts};
 
 /// See the module documentation.
 #[derive(Debug, Default)]

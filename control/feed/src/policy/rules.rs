@@ -67,7 +67,7 @@ fn base(object: &Value, tier: PolicyTier) -> Policy {
         namespace: namespace(object),
         name: name(object),
         uid: text(&object["metadata"]["uid"]),
-        staged: object["metadata"]["annotations"][STAGED_ANNOTATION] == "true",
+        staged: is_staged(object),
         ..Policy::default()
     }
 }
@@ -231,16 +231,25 @@ pub(crate) fn cluster_network_policy(object: &Value) -> Option<Translated> {
         .map(|rule| cluster_rule(rule, "to", &mut sets))
         .collect();
     sets.name_ports(&message.egress);
-    let subject = match only_field(&spec["subject"]) {
-        Some(("namespaces", value)) => Selector::parse(value).map(Members::of_namespaces),
-        Some(("pods", value)) => namespaced_pods(value),
-        _ => None,
-    };
     Some(Translated {
         message,
-        subject,
+        subject: cluster_subject(spec),
         sets: sets.0,
     })
+}
+
+fn cluster_subject(spec: &Value) -> Option<Members> {
+    match only_field(&spec["subject"])? {
+        ("namespaces", value) => Selector::parse(value).map(Members::of_namespaces),
+        ("pods", value) => namespaced_pods(value),
+        _ => None,
+    }
+}
+
+/// True when a policy reports what it would change, and changes nothing.
+#[must_use]
+pub fn is_staged(policy: &Value) -> bool {
+    policy["metadata"]["annotations"][STAGED_ANNOTATION] == "true"
 }
 
 /// The only field of an object that may have one of several.
@@ -255,12 +264,9 @@ fn cluster_rule(rule: &Value, peers: &str, sets: &mut Sets) -> PolicyRule {
         name: text(&rule["name"]),
         ..PolicyRule::default()
     };
-    let action = match rule["action"].as_str() {
-        Some("Accept") => PolicyAction::Allow,
-        Some("Deny") => PolicyAction::Deny,
-        Some("Pass") => PolicyAction::Pass,
+    let Some(action) = action(rule) else {
         // Matches nothing.
-        _ => return message,
+        return message;
     };
     message.action = action.into();
     let mut found = Vec::new();
@@ -276,6 +282,47 @@ fn cluster_rule(rule: &Value, peers: &str, sets: &mut Sets) -> PolicyRule {
     message.any_port = ports.is_empty();
     message.ports = ports;
     message
+}
+
+/// The fields of a ClusterNetworkPolicy that are of no kind known here, as paths. A rule with one of them fails closed: when it
+/// accepts it matches nothing, else it denies everything. A subject among them selects nobody.
+#[must_use]
+pub fn unknown_parts(policy: &Value) -> Vec<String> {
+    let spec = &policy["spec"];
+    let mut found = Vec::new();
+    if cluster_subject(spec).is_none() {
+        found.push("spec.subject".into());
+    }
+    for (direction, peers) in [("ingress", "from"), ("egress", "to")] {
+        for (place, rule) in items(&spec[direction]).enumerate() {
+            let at = format!("spec.{direction}[{place}]");
+            let Some(action) = action(rule) else {
+                found.push(format!("{at}.action"));
+                continue;
+            };
+            let mut sets = Sets::default();
+            for (number, item) in items(&rule[peers]).enumerate() {
+                if cluster_peer(item, peers == "to", action, &mut sets).is_none() {
+                    found.push(format!("{at}.{peers}[{number}]"));
+                }
+            }
+            for (number, item) in items(&rule["protocols"]).enumerate() {
+                if cluster_port(item).is_none() {
+                    found.push(format!("{at}.protocols[{number}]"));
+                }
+            }
+        }
+    }
+    found
+}
+
+fn action(rule: &Value) -> Option<PolicyAction> {
+    match rule["action"].as_str()? {
+        "Accept" => Some(PolicyAction::Allow),
+        "Deny" => Some(PolicyAction::Deny),
+        "Pass" => Some(PolicyAction::Pass),
+        _ => None,
+    }
 }
 
 /// A rule with a peer of an unknown kind. Upstream: one that accepts matches nothing, any other one denies everything.

@@ -4,7 +4,7 @@ use control_api::v1::{PolicyAction, PolicyRule, PolicyTier, policy_rule_peer};
 use serde_json::{Value, json};
 
 use super::super::peers;
-use super::super::rules::{Translated, cluster_network_policy, network_policy};
+use super::super::rules::{Translated, cluster_network_policy, network_policy, unknown_parts};
 use super::super::selector::Selector;
 
 fn netpol(spec: Value) -> Translated {
@@ -309,4 +309,31 @@ fn an_annotation_stages_a_policy() {
         netpol(json!({"ingress": [{}]})).message.ingress[0].action(),
         PolicyAction::Allow
     );
+}
+
+#[test]
+fn parts_of_unknown_kinds_are_named() {
+    let policy = json!({"spec": {
+        "tier": "Admin", "priority": 1, "subject": {"namespaces": {}},
+        "ingress": [{"action": "Pass", "from": [{"pods": {"podSelector": {}}}, {"clouds": {}}]}],
+        "egress": [
+            {"action": "Accept", "to": [{"domainNames": ["a.example"]}, {"networks": ["10.0.0.0/8"]}]},
+            {"action": "Deny", "to": [{"domainNames": ["a.example"]}, {}], "protocols": [{"quic": {}}]},
+            {"action": "Log", "to": [{"nodes": {}}]},
+        ],
+    }});
+    assert_eq!(
+        unknown_parts(&policy),
+        [
+            "spec.ingress[0].from[1]",
+            "spec.egress[1].to[0]",
+            "spec.egress[1].to[1]",
+            "spec.egress[1].protocols[0]",
+            "spec.egress[2].action",
+        ]
+    );
+    let known = json!({"spec": {"subject": {"pods": {"podSelector": {}}}}});
+    assert!(unknown_parts(&known).is_empty());
+    let nobody = json!({"spec": {"subject": {"machines": {}}}});
+    assert_eq!(unknown_parts(&nobody), ["spec.subject"]);
 }
