@@ -24,6 +24,9 @@ pub(crate) enum Bench {
     /// What policies cost, packets and programming; beside rules of iptables with ipset, and of nftables (root).
     #[command(disable_help_flag = true)]
     Policy(Options),
+    /// Pods on other nodes beside plain routing; an agent that learns of thousands of nodes, and of one (root).
+    #[command(disable_help_flag = true)]
+    Route(Options),
     /// What a packet costs on each path, by test runs of the programs (root).
     #[command(disable_help_flag = true)]
     Packet(Options),
@@ -43,6 +46,7 @@ pub(crate) fn run(repo: &Repo, what: &Bench) -> Result<bool> {
         Bench::Service(options) => measure(repo, "service", options),
         Bench::Program(options) => measure(repo, "program", options),
         Bench::Policy(options) => measure(repo, "policy", options),
+        Bench::Route(options) => measure(repo, "route", options),
         Bench::Packet(options) => packets(repo, options),
     }
 }

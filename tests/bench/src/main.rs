@@ -7,6 +7,7 @@ mod lab;
 mod load;
 mod policy;
 mod program;
+mod route;
 mod ruleset;
 mod service;
 mod turns;
@@ -52,6 +53,13 @@ enum Bench {
         programs: ProgramPaths,
         #[command(flatten)]
         options: policy::Options,
+    },
+    /// Pods on other nodes: traffic, and agents that learn of nodes (root).
+    Route {
+        #[command(flatten)]
+        programs: ProgramPaths,
+        #[command(flatten)]
+        options: route::Options,
     },
     /// The answering end of a measurement.
     #[command(hide = true)]
@@ -116,6 +124,7 @@ fn run(bench: Bench) -> Result<bool> {
         Bench::Service { programs, options } => service::run(options, &programs.into()),
         Bench::Program { programs, options } => program::run(options, &programs.into()),
         Bench::Policy { programs, options } => policy::run(options, &programs.into()),
+        Bench::Route { programs, options } => route::run(options, &programs.into()),
         Bench::Serve { cpu, first, count } => {
             load::pin(cpu)?;
             load::server::serve(first, count)?;
