@@ -11,6 +11,7 @@ use dataplane_common::icmp::{
 use dataplane_common::packet::{FRAGMENT, Packet, Translation};
 use dataplane_common::path::{self, Hook};
 use dataplane_common::reason::{DropReason, Event};
+use dataplane_common::scratch::step;
 use dataplane_common::{Tables, V4, V6};
 
 use crate::act::Wire;
@@ -86,30 +87,35 @@ where
     let Some(pending) = A::pending() else {
         return drop_packet(DropReason::ProgramMissing);
     };
-    let hook = Hook::from_number(pending.hook);
     let quote = pending.parsed.transport + HEADER;
-    let quoted: Parsed<A> = parse_quoted(context, quote);
-    let message = pending.parsed.packet;
-    let related = relate(&mut MapTables, &message, &quoted.packet);
-    if !quoted.valid || related.translation == Translation::None {
+    pending.quoted = parse_quoted(context, quote);
+    let pending = step(pending);
+    let hook = Hook::from_number(pending.hook);
+    let (message, quoted) = (&pending.parsed.packet, &pending.quoted);
+    pending.related = relate(&mut MapTables, message, &quoted.packet);
+    if !quoted.valid || pending.related.translation == Translation::None {
         if hook == Hook::Stack {
             return PASS;
         }
         return go_on(context, opener);
     }
+    let pending = step(pending);
+    let hook = Hook::from_number(pending.hook);
+    let (message, related) = (&pending.parsed, &pending.related);
     // The node's own messages reach its pods.
     if related.unsettled != 0 && hook != Hook::Stack {
         pending.scratch.set_flow(&related.flow);
         return go_on(context, A::JUDGE);
     }
-    let decision = path::deliver_error(&mut MapTables, hook, &message, &related);
+    pending.decision = path::deliver_error(&mut MapTables, hook, &message.packet, related);
+    let pending = step(pending);
+    let related = &pending.related;
     if related.changes != 0 {
         count_event(Event::TranslatedError);
-        if !rewrite(context, &pending.parsed, &quoted, quote, &related) {
+        if !rewrite(context, &pending.parsed, &pending.quoted, quote, related) {
             return drop_packet(DropReason::RewriteFailed);
         }
     }
-    pending.decision = decision;
     // It is done.
     pending.decision.translation = Translation::None;
     go_on(context, actor)

@@ -20,19 +20,19 @@ mod yardstick;
 
 use aya_ebpf::macros::classifier;
 use aya_ebpf::programs::TcContext;
-use dataplane_common::address::SCTP;
 use dataplane_common::fragment;
 use dataplane_common::overlay::tunnel_for;
-use dataplane_common::packet::{Action, Decision, FRAGMENT, Translation};
+use dataplane_common::packet::{Action, FRAGMENT, Translation};
 use dataplane_common::path::{self, Hook, LinkAddress};
 use dataplane_common::reason::DropReason;
 use dataplane_common::refuse::Refuse;
+use dataplane_common::scratch::step;
 use dataplane_common::{V4, V6, tail};
 
 use crate::act::Wire;
 use crate::icmp::Fields;
 use crate::maps::{Handed, MapTables, Opening, drop_packet};
-use crate::packet::{ARP, IPV4, IPV6, Parsed};
+use crate::packet::{ARP, IPV4, IPV6, Parsed, Pending};
 
 /// Let the packet go on: to the next program on this hook, then to the stack.
 const PASS: i32 = aya_ebpf::bindings::TC_ACT_UNSPEC;
@@ -251,60 +251,20 @@ fn go_on(context: &TcContext, place: u32) -> i32 {
 
 /// Does what was decided, or goes on in the program that opens flows.
 #[inline(always)]
-fn finish<A: Wire + Handed>(
-    context: &TcContext,
-    parsed: &Parsed<A>,
-    decision: &Decision<A>,
-    hook: Hook,
-    opener: u32,
-) -> i32 {
-    if decision.action == Action::Open {
-        return hand_on(context, parsed, hook, opener);
+fn finish<A: Wire + Handed>(context: &TcContext, pending: &Pending<A>, opener: u32) -> i32 {
+    let decision = &pending.decision;
+    match decision.action {
+        Action::Open => return go_on(context, opener),
+        Action::Relate => return go_on(context, A::RELATE),
+        Action::Judge => return go_on(context, A::JUDGE),
+        _ => {}
     }
-    if decision.action == Action::Relate {
-        return hand_on(context, parsed, hook, A::RELATE);
-    }
-    if decision.action == Action::Judge {
-        return hand_on(context, parsed, hook, A::JUDGE);
-    }
-    if decision.translation != Translation::None && parsed.packet.protocol == SCTP {
-        // The verifier walks the arithmetic of its checksum on every way that leads there: here there are many.
-        return act_elsewhere(context, parsed, decision, hook);
-    }
-    act::carry_out(context, parsed, decision, hook == Hook::Own)
-}
-
-/// Has another program do what was decided.
-#[inline(always)]
-fn act_elsewhere<A: Wire + Handed>(
-    context: &TcContext,
-    parsed: &Parsed<A>,
-    decision: &Decision<A>,
-    hook: Hook,
-) -> i32 {
-    let Some(pending) = A::pending() else {
-        return drop_packet(DropReason::ProgramMissing);
-    };
-    pending.hook = hook as u32;
-    pending.parsed = *parsed;
-    pending.decision = *decision;
-    go_on(context, A::ACT)
-}
-
-/// Goes on in another program, which finds the packet's headers read.
-#[inline(always)]
-fn hand_on<A: Wire + Handed>(
-    context: &TcContext,
-    parsed: &Parsed<A>,
-    hook: Hook,
-    place: u32,
-) -> i32 {
-    let Some(pending) = A::pending() else {
-        return drop_packet(DropReason::ProgramMissing);
-    };
-    pending.hook = hook as u32;
-    pending.parsed = *parsed;
-    go_on(context, place)
+    act::carry_out(
+        context,
+        &pending.parsed,
+        decision,
+        pending.hook == Hook::Own as u32,
+    )
 }
 
 /// Gives a later fragment its ports.
@@ -319,6 +279,22 @@ where
     }
 }
 
+/// This CPU's place for a packet, with the packet's headers; `None` when they are malformed, or there is no place.
+#[inline(always)]
+fn read<A: Wire + Handed>(context: &TcContext, hook: Hook) -> Option<&'static mut Pending<A>>
+where
+    MapTables: dataplane_common::Tables<A>,
+{
+    let pending = A::pending()?;
+    pending.hook = hook as u32;
+    pending.parsed = packet::parse(context);
+    if !pending.parsed.valid {
+        return None;
+    }
+    complete_fragment(context, &mut pending.parsed, hook);
+    Some(step(pending))
+}
+
 #[inline(always)]
 fn run_from_pod<A: LinkAddress + Wire + Handed>(context: &TcContext, opener: u32) -> i32
 where
@@ -327,14 +303,11 @@ where
     let Some(link) = maps::link(packet::ifindex(context)) else {
         return drop_packet(DropReason::UnknownLink);
     };
-    let mut parsed: Parsed<A> = packet::parse(context);
-    if !parsed.valid {
+    let Some(pending) = read::<A>(context, path::hook_of(link)) else {
         return drop_packet(DropReason::Malformed);
-    }
-    let hook = path::hook_of(link);
-    complete_fragment(context, &mut parsed, hook);
-    let decision = path::from_pod(&mut MapTables, link, &parsed.packet);
-    finish(context, &parsed, &decision, hook, opener)
+    };
+    pending.decision = path::from_pod(&mut MapTables, link, &pending.parsed.packet);
+    finish(context, step(pending), opener)
 }
 
 #[inline(always)]
@@ -342,26 +315,26 @@ fn run_to_pod<A: LinkAddress + Wire + Handed>(context: &TcContext, opener: u32) 
 where
     MapTables: dataplane_common::Tables<A>,
 {
-    let mut parsed: Parsed<A> = packet::parse(context);
-    if !parsed.valid {
-        return drop_packet(DropReason::Malformed);
-    }
     let hook = if packet::came_in_by(context) == 0 {
         Hook::Stack
     } else {
         Hook::Forward
     };
-    complete_fragment(context, &mut parsed, hook);
-    let decision = if hook == Hook::Stack {
-        path::from_stack(&mut MapTables, &parsed.packet)
-    } else {
-        path::to_pod(&mut MapTables, &parsed.packet)
+    let Some(pending) = read::<A>(context, hook) else {
+        return drop_packet(DropReason::Malformed);
     };
-    match decision.action {
-        Action::Open => hand_on(context, &parsed, hook, opener),
-        Action::Relate => hand_on(context, &parsed, hook, A::RELATE),
-        Action::Judge => hand_on(context, &parsed, hook, A::JUDGE),
-        _ => act::carry_out_in_place(context, &parsed, &decision),
+    let hook = Hook::from_number(pending.hook);
+    pending.decision = if hook == Hook::Stack {
+        path::from_stack(&mut MapTables, &pending.parsed.packet)
+    } else {
+        path::to_pod(&mut MapTables, &pending.parsed.packet)
+    };
+    let pending = step(pending);
+    match pending.decision.action {
+        Action::Open => go_on(context, opener),
+        Action::Relate => go_on(context, A::RELATE),
+        Action::Judge => go_on(context, A::JUDGE),
+        _ => act::carry_out_in_place(context, &pending.parsed, &pending.decision),
     }
 }
 
@@ -370,22 +343,17 @@ fn run_to_network<A: LinkAddress + Wire + Handed>(context: &TcContext, opener: u
 where
     MapTables: dataplane_common::Tables<A>,
 {
-    let mut parsed: Parsed<A> = packet::parse(context);
-    if !parsed.valid {
+    let Some(pending) = read::<A>(context, Hook::Stack) else {
         return drop_packet(DropReason::Malformed);
+    };
+    pending.decision = path::to_network(&mut MapTables, &pending.parsed.packet);
+    let pending = step(pending);
+    match pending.decision.action {
+        Action::Relate => go_on(context, A::RELATE),
+        Action::Open => go_on(context, opener),
+        Action::Host => act::to_host(context, &pending.decision),
+        _ => act::carry_out_in_place(context, &pending.parsed, &pending.decision),
     }
-    complete_fragment(context, &mut parsed, Hook::Stack);
-    let decision = path::to_network(&mut MapTables, &parsed.packet);
-    if decision.action == Action::Relate {
-        return hand_on(context, &parsed, Hook::Stack, A::RELATE);
-    }
-    if decision.action == Action::Open {
-        return hand_on(context, &parsed, Hook::Stack, opener);
-    }
-    if decision.action == Action::Host {
-        return act::to_host(context, &decision);
-    }
-    act::carry_out_in_place(context, &parsed, &decision)
 }
 
 #[inline(always)]
@@ -393,14 +361,12 @@ fn run_from_network<A: LinkAddress + Wire + Handed>(context: &TcContext, opener:
 where
     MapTables: dataplane_common::Tables<A>,
 {
-    let mut parsed: Parsed<A> = packet::parse(context);
-    if !parsed.valid {
+    let Some(pending) = read::<A>(context, Hook::Network) else {
         // Not for us to judge: the stack knows more of malformed packets, and counts them.
         return PASS;
-    }
-    complete_fragment(context, &mut parsed, Hook::Network);
-    let decision = path::from_network(&mut MapTables, &parsed.packet);
-    finish(context, &parsed, &decision, Hook::Network, opener)
+    };
+    pending.decision = path::from_network(&mut MapTables, &pending.parsed.packet);
+    finish(context, step(pending), opener)
 }
 
 #[inline(always)]
@@ -408,39 +374,38 @@ fn run_from_overlay<A: LinkAddress + Wire + Handed>(context: &TcContext, opener:
 where
     MapTables: dataplane_common::Tables<A>,
 {
-    let mut parsed: Parsed<A> = packet::parse(context);
-    if !parsed.valid {
+    let Some(pending) = read::<A>(context, Hook::Overlay) else {
         return drop_packet(DropReason::Malformed);
-    }
-    complete_fragment(context, &mut parsed, Hook::Overlay);
-    let decision = path::from_overlay(&mut MapTables, &parsed.packet);
-    finish(context, &parsed, &decision, Hook::Overlay, opener)
+    };
+    pending.decision = path::from_overlay(&mut MapTables, &pending.parsed.packet);
+    finish(context, step(pending), opener)
 }
 
 #[inline(always)]
-fn run_to_overlay<A: LinkAddress + Wire>(context: &TcContext) -> i32
+fn run_to_overlay<A: LinkAddress + Wire + Handed>(context: &TcContext) -> i32
 where
     MapTables: dataplane_common::Tables<A>,
 {
-    let mut parsed: Parsed<A> = packet::parse(context);
-    if !parsed.valid {
+    let Some(pending) = read::<A>(context, Hook::Stack) else {
         return drop_packet(DropReason::Malformed);
-    }
-    complete_fragment(context, &mut parsed, Hook::Stack);
+    };
     if packet::came_in_by(context) == 0 {
-        let decision = path::from_stack(&mut MapTables, &parsed.packet);
+        pending.decision = path::from_stack(&mut MapTables, &pending.parsed.packet);
+        let pending = step(&mut *pending);
+        let decision = &pending.decision;
         // Errors about translated packets are of no use to the other node.
         if decision.action != Action::Relate
-            && act::carry_out_in_place(context, &parsed, &decision) != PASS
+            && act::carry_out_in_place(context, &pending.parsed, decision) != PASS
         {
             return DROP;
         }
-        parsed.packet.source = decision.source;
-        parsed.packet.destination = decision.destination;
-        parsed.packet.source_port = decision.source_port;
-        parsed.packet.destination_port = decision.destination_port;
+        let packet = &mut pending.parsed.packet;
+        packet.source = decision.source;
+        packet.destination = decision.destination;
+        packet.source_port = decision.source_port;
+        packet.destination_port = decision.destination_port;
     }
-    let tunnel = tunnel_for(&mut MapTables, &parsed.packet);
+    let tunnel = tunnel_for(&mut MapTables, &pending.parsed.packet);
     if tunnel.found == 0 {
         return drop_packet(DropReason::NoTunnel);
     }
@@ -459,16 +424,11 @@ fn run_from_self<A: LinkAddress + Wire + Handed>(
 where
     MapTables: dataplane_common::Tables<A>,
 {
-    let parsed: Parsed<A> = packet::parse(context);
-    if !parsed.valid {
+    let Some(pending) = read::<A>(context, Hook::Own) else {
         return PASS;
-    }
-    let Some(pending) = A::pending() else {
-        return drop_packet(DropReason::ProgramMissing);
     };
-    pending.hook = Hook::Own as u32;
-    pending.parsed = parsed;
-    pending.decision = path::from_self(&mut MapTables, &parsed.packet);
+    pending.decision = path::from_self(&mut MapTables, &pending.parsed.packet);
+    let pending = step(pending);
     match pending.decision.action {
         Action::Open => go_on(context, opener),
         Action::Relate => go_on(context, A::RELATE),

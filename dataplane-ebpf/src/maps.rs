@@ -89,8 +89,6 @@ pub(crate) trait Handed: Sized {
     /// Place of the program for ICMP errors, and of the one that asks the policies again.
     const RELATE: u32;
     const JUDGE: u32;
-    /// Place of the program that does what was decided.
-    const ACT: u32;
 
     /// This CPU's place for a packet.
     fn pending() -> Option<&'static mut Pending<Self>>;
@@ -99,7 +97,6 @@ pub(crate) trait Handed: Sized {
 impl Handed for V4 {
     const RELATE: u32 = tail::RELATE_V4;
     const JUDGE: u32 = tail::JUDGE_V4;
-    const ACT: u32 = tail::ACT_V4;
 
     #[inline(always)]
     fn pending() -> Option<&'static mut Pending<Self>> {
@@ -113,7 +110,6 @@ impl Handed for V4 {
 impl Handed for V6 {
     const RELATE: u32 = tail::RELATE_V6;
     const JUDGE: u32 = tail::JUDGE_V6;
-    const ACT: u32 = tail::ACT_V6;
 
     #[inline(always)]
     fn pending() -> Option<&'static mut Pending<Self>> {

@@ -6,7 +6,7 @@ use aya_ebpf::helpers::bpf_skb_load_bytes;
 use aya_ebpf::programs::TcContext;
 use dataplane_common::address::{SCTP, TCP, UDP};
 use dataplane_common::fragment::Extent;
-use dataplane_common::icmp::Messages;
+use dataplane_common::icmp::{Messages, Related};
 use dataplane_common::packet::{Decision, ERROR, FRAGMENT, LATER_FRAGMENT, Packet, WITH_PORTS};
 use dataplane_common::path::Scratch;
 use dataplane_common::sctp;
@@ -44,6 +44,9 @@ pub(crate) struct Pending<A> {
     pub(crate) parsed: Parsed<A>,
     pub(crate) decision: Decision<A>,
     pub(crate) scratch: Scratch<A>,
+    /// Of an ICMP error: the packet that it quotes, and what that is about.
+    pub(crate) quoted: Parsed<A>,
+    pub(crate) related: Related<A>,
 }
 
 /// Families that can be read off the wire.

@@ -95,11 +95,29 @@ pub fn sock_release(context: SockContext) -> i32 {
             addr_of!((*context.sock).protocol).read_volatile(),
         )
     };
-    socket::release::<V4, _>(&mut MapTables, &cookie, protocol);
+    socket::release_by::<V4, _>(&mut MapTables, &cookie, protocol, |_, cookie, index| {
+        release_v4(cookie.0[0], cookie.0[1], index) != 0
+    });
     if family == AF_INET6 {
-        socket::release::<V6, _>(&mut MapTables, &cookie, protocol);
+        socket::release_by::<V6, _>(&mut MapTables, &cookie, protocol, |_, cookie, index| {
+            release_v6(cookie.0[0], cookie.0[1], index) != 0
+        });
     }
     GO_ON
+}
+
+/// A function of its own, which the verifier looks at once, and not for every destination that a socket may have.
+#[unsafe(no_mangle)]
+#[inline(never)]
+extern "C" fn release_v4(low: u32, high: u32, index: u32) -> u32 {
+    socket::release_destination::<V4, _>(&mut MapTables, &Cookie([low, high]), index) as u32
+}
+
+/// As [`release_v4`].
+#[unsafe(no_mangle)]
+#[inline(never)]
+extern "C" fn release_v6(low: u32, high: u32, index: u32) -> u32 {
+    socket::release_destination::<V6, _>(&mut MapTables, &Cookie([low, high]), index) as u32
 }
 
 /// Families whose sockets the hooks can read.

@@ -578,6 +578,20 @@ fn a_new_connection_from_a_port_that_has_closed_chooses_again() {
 }
 
 #[test]
+fn programs_are_cheap_to_verify() {
+    if let Some(reason) = unable() {
+        println!("SKIPPED: {reason}");
+        return;
+    }
+    // Namespaces belong to a thread.
+    let run = std::thread::spawn(|| World::new(LIMITS)?.check_verified());
+    let result = run.join().expect("the test thread panicked");
+    if let Err(error) = result {
+        panic!("{error:?}");
+    }
+}
+
+#[test]
 fn costs_are_printed() {
     const ROUNDS: u32 = 2_000;
     each(|world, f, protocol| {

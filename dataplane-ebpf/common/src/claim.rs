@@ -6,30 +6,12 @@ use crate::packet::Packet;
 use crate::path::Translated;
 use crate::ports::{BLOCK, Ports, Tier};
 use crate::reason::{DropReason, Event};
+use crate::scratch::{Scratch, step};
 use crate::tables::{Inserted, Tables};
 use crate::{PORT_CURSORS, RECENT_FLOWS};
 
 /// How many recent flows are looked at for one that may make room.
 const ROOM_ATTEMPTS: u32 = 4;
-
-/// Room for the values of [`enter`], which are more than the stack of a program holds.
-#[repr(C)]
-#[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
-pub struct Scratch<A> {
-    /// The flow in the making, and its key.
-    pub(crate) key: FlowKey<A>,
-    pub(crate) flow: Flow<A>,
-    reply: FlowKey<A>,
-    other: FlowKey<A>,
-}
-
-impl<A: Family> Scratch<A> {
-    /// Names the flow that an ICMP error is about.
-    #[inline(always)]
-    pub fn set_flow(&mut self, key: &FlowKey<A>) {
-        self.key = *key;
-    }
-}
 
 /// Enters both halves: first the reply, which finds collisions, then the record. Never leaves one without the other.
 #[inline(always)]
@@ -38,25 +20,29 @@ pub(crate) fn enter<A: Family, T: Tables<A>>(
     scratch: &mut Scratch<A>,
     packet: &Packet<A>,
 ) -> Translated<A> {
-    let mut place = tables.random() % RECENT_FLOWS;
-    let mut inserted = claim_reply(tables, scratch);
-    if inserted == Inserted::Full && make_room(tables, scratch, &mut place) {
+    scratch.place = tables.random() % RECENT_FLOWS;
+    claim_reply(tables, scratch);
+    let (packet, scratch) = step((packet, scratch));
+    if scratch.inserted == Inserted::Full && make_room(tables, scratch) {
         scratch.reply = scratch.flow.reply_key();
-        inserted = tables.insert_reply(&scratch.reply, &scratch.key);
+        scratch.inserted = tables.insert_reply(&scratch.reply, &scratch.key);
     }
-    match inserted {
+    let (packet, scratch) = step((packet, scratch));
+    match scratch.inserted {
         Inserted::Done => {}
         Inserted::Full => return Translated::drop(packet, DropReason::FlowTableFull),
         Inserted::Exists => return Translated::drop(packet, DropReason::SourcePortsExhausted),
     }
-    inserted = tables.insert_flow(&scratch.key, &scratch.flow);
-    if inserted == Inserted::Full && make_room(tables, scratch, &mut place) {
-        inserted = tables.insert_flow(&scratch.key, &scratch.flow);
+    scratch.inserted = tables.insert_flow(&scratch.key, &scratch.flow);
+    let scratch = step(scratch);
+    if scratch.inserted == Inserted::Full && make_room(tables, scratch) {
+        scratch.inserted = tables.insert_flow(&scratch.key, &scratch.flow);
     }
-    match inserted {
+    let (packet, scratch) = step((packet, scratch));
+    match scratch.inserted {
         Inserted::Done => {
             tables.count(Event::FlowCreated);
-            tables.set_recent(place, &scratch.key);
+            tables.set_recent(scratch.place, &scratch.key);
             Translated::forward(packet, &scratch.flow)
         }
         Inserted::Full => {
@@ -87,16 +73,13 @@ pub(crate) fn enter<A: Family, T: Tables<A>>(
 }
 
 /// Removes a recent flow that carries no conversation, so that a flood of half-open connections displaces itself and
-/// nothing else. Leaves its place among the recent ones in `place`: the new flow takes that, and the number of those
-/// that can be displaced stays as it is.
+/// nothing else. The new flow gets its place among the recent ones, and the number of those that can be displaced stays
+/// as it is.
 #[inline(always)]
-fn make_room<A: Family, T: Tables<A>>(
-    tables: &mut T,
-    scratch: &mut Scratch<A>,
-    place: &mut u32,
-) -> bool {
+fn make_room<A: Family, T: Tables<A>>(tables: &mut T, scratch: &mut Scratch<A>) -> bool {
     let mut attempt = 0;
     while attempt < ROOM_ATTEMPTS {
+        let scratch = step(&mut *scratch);
         attempt += 1;
         let candidate = tables.random() % RECENT_FLOWS;
         match tables.recent(candidate) {
@@ -116,45 +99,50 @@ fn make_room<A: Family, T: Tables<A>>(
         }
         tables.remove_flow(&scratch.other);
         tables.count(Event::FlowDisplaced);
-        *place = candidate;
+        scratch.place = candidate;
         return true;
     }
     false
 }
 
-/// Claims a reply tuple for the flow, with another source port when a living flow has the one it asks for: what it
-/// asked for last exists when none was found.
+/// Claims a reply tuple for the flow, with another source port when a living flow has the one it asks for, and leaves in
+/// the scratch whether it has: what it asked for last exists when none was found.
 #[inline(always)]
-fn claim_reply<A: Family, T: Tables<A>>(tables: &mut T, scratch: &mut Scratch<A>) -> Inserted {
+fn claim_reply<A: Family, T: Tables<A>>(tables: &mut T, scratch: &mut Scratch<A>) {
+    scratch.inserted = Inserted::Exists;
     // A flow keeps its source port, unless its source became the node's address: there one has to be chosen.
     if scratch.flow.flags & FLOW_MASQUERADED == 0 {
         scratch.reply = scratch.flow.reply_key();
-        let mut inserted = Inserted::Exists;
         if !asked_by_other(tables, scratch) {
-            inserted = tables.insert_reply(&scratch.reply, &scratch.key);
-            if inserted == Inserted::Exists && release_if_dead(tables, scratch, false) {
-                inserted = tables.insert_reply(&scratch.reply, &scratch.key);
+            scratch.inserted = tables.insert_reply(&scratch.reply, &scratch.key);
+            if scratch.inserted == Inserted::Exists && release_if_dead(tables, scratch, false) {
+                scratch.inserted = tables.insert_reply(&scratch.reply, &scratch.key);
             }
         }
+        let scratch = step(&mut *scratch);
         // The node of a backend that answers the client itself must see the client's own port.
-        if inserted != Inserted::Exists || scratch.flow.flags & FLOW_DSR != 0 {
-            return inserted;
+        if scratch.inserted != Inserted::Exists || scratch.flow.flags & FLOW_DSR != 0 {
+            return;
         }
         tables.count(Event::SourcePortChanged);
         scratch.flow.flags &= !FLOW_PLAIN;
     }
-    let mut inserted = claim_port(tables, scratch, Tier::Preferred);
-    if inserted == Inserted::Exists {
-        inserted = claim_port(tables, scratch, Tier::Shared);
+    let mut tier = 0;
+    while tier < Tier::ALL.len() {
+        let scratch = step(&mut *scratch);
+        if scratch.inserted == Inserted::Exists {
+            claim_port(tables, scratch, Tier::ALL[tier]);
+        }
+        tier += 1;
     }
+    let scratch = step(scratch);
     // Ports are scarce: that of a flow which is as good as over will do.
-    if inserted == Inserted::Exists
+    if scratch.inserted == Inserted::Exists
         && tables.reply(&scratch.reply).is_some()
         && release_if_dead(tables, scratch, true)
     {
-        inserted = tables.insert_reply(&scratch.reply, &scratch.key);
+        scratch.inserted = tables.insert_reply(&scratch.reply, &scratch.key);
     }
-    inserted
 }
 
 /// True when the answers to a translated flow would be taken for questions: the other end has a flow of its own with
@@ -181,45 +169,45 @@ fn asked_by_other<A: Family, T: Tables<A>>(tables: &mut T, scratch: &mut Scratch
     false
 }
 
-/// Claims one of the next ports of a tier.
+/// Claims one of the next ports of a tier, and leaves in the scratch whether it has. Nothing changes there when all are
+/// taken.
 #[inline(always)]
-fn claim_port<A: Family, T: Tables<A>>(
-    tables: &mut T,
-    scratch: &mut Scratch<A>,
-    tier: Tier,
-) -> Inserted {
-    let index = destination_hash(&scratch.flow) % (PORT_CURSORS / 2) * 2 + tier as u32;
-    let mut cursor = tables.port_cursor(index);
+fn claim_port<A: Family, T: Tables<A>>(tables: &mut T, scratch: &mut Scratch<A>, tier: Tier) {
+    scratch.cursor_index = destination_hash(&scratch.flow) % (PORT_CURSORS / 2) * 2 + tier as u32;
+    let mut cursor = tables.port_cursor(scratch.cursor_index);
     if cursor == 0 {
         cursor = tables.random();
     }
-    cursor = cursor.wrapping_add(1);
+    scratch.cursor = cursor.wrapping_add(1);
     let ports = match tables.node() {
         Some(node) => Ports::of(node),
         None => Ports::default(),
     };
-    let first = ports.block(tier, cursor / BLOCK);
-    if first == 0 {
-        return Inserted::Exists;
+    scratch.first_port = ports.block(tier, scratch.cursor / BLOCK);
+    let scratch = step(scratch);
+    if scratch.first_port == 0 {
+        return;
     }
-    let masqueraded = scratch.flow.flags & FLOW_MASQUERADED != 0;
     let mut attempt = 0;
     while attempt < BLOCK {
-        let number = cursor.wrapping_add(attempt);
+        let scratch = step(&mut *scratch);
+        let number = scratch.cursor.wrapping_add(attempt);
         attempt += 1;
-        scratch.flow.source_port = Port::new(((first + number % BLOCK) & 0xffff) as u16);
+        let port = scratch.first_port + number % BLOCK;
+        scratch.flow.source_port = Port::new((port & 0xffff) as u16);
         scratch.reply = scratch.flow.reply_key();
+        let masqueraded = scratch.flow.flags & FLOW_MASQUERADED != 0;
         if tables.flow(&scratch.reply).is_some() || masqueraded && tables.is_bound(&scratch.reply) {
             continue;
         }
-        let inserted = tables.insert_reply(&scratch.reply, &scratch.key);
-        if inserted != Inserted::Exists {
-            tables.set_port_cursor(index, number);
-            return inserted;
+        scratch.inserted = tables.insert_reply(&scratch.reply, &scratch.key);
+        if scratch.inserted != Inserted::Exists {
+            tables.set_port_cursor(scratch.cursor_index, number);
+            return;
         }
     }
-    tables.set_port_cursor(index, cursor.wrapping_add(BLOCK));
-    Inserted::Exists
+    let scratch = step(scratch);
+    tables.set_port_cursor(scratch.cursor_index, scratch.cursor.wrapping_add(BLOCK));
 }
 
 /// Flows to one destination share a cursor among the ports, so that each finds the first one that it tries free until

@@ -25,6 +25,7 @@ pub mod policy;
 pub mod ports;
 pub mod reason;
 pub mod refuse;
+pub mod scratch;
 pub mod sctp;
 mod service;
 pub mod socket;
@@ -37,7 +38,7 @@ pub use address::{Family, Port, V4, V6};
 pub use tables::Tables;
 
 /// Part of the pin path: a layout that changes takes a new number, so that programs never read maps of another shape.
-pub const ABI_VERSION: u32 = 2;
+pub const ABI_VERSION: u32 = 3;
 
 /// New flows that are remembered per address family, as candidates to be displaced in a full table.
 pub const RECENT_FLOWS: u32 = 8_192;

@@ -2,7 +2,7 @@
 //! see; and the pair of entries.
 
 use crate::address::{Family, ICMP, ICMPV6, Port, SCTP, TCP, UDP};
-use crate::claim::{Scratch, enter};
+use crate::claim::enter;
 use crate::fragment::PARK_ALIVE_S;
 use crate::icmp::is_virtual;
 use crate::layout::{
@@ -15,14 +15,16 @@ use crate::packet::{Action, Decision, LATER_FRAGMENT, Packet, tcp};
 use crate::path::{Hook, Translated, deliver};
 use crate::policy::{Ends, Verdict, judge, verdict};
 use crate::reason::{DropReason, Event};
+use crate::scratch::{Scratch, step};
 use crate::service;
 use crate::tables::Tables;
 
 /// What a destination is to services.
 #[repr(u32)]
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-enum Served {
+#[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
+pub(crate) enum Served {
     /// No address of a service.
+    #[default]
     No,
     /// A service port.
     Port,
@@ -88,7 +90,8 @@ impl Place {
 
 /// What is known of a packet before the policies are asked.
 #[repr(C)]
-struct Plan {
+#[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
+pub(crate) struct Plan {
     /// [`Action::Open`] goes on; anything else is where the packet goes as it is.
     action: Action,
     /// Anything but `None` drops the packet.
@@ -96,7 +99,7 @@ struct Plan {
     /// For [`Action::Park`].
     ifindex: u32,
     /// Seconds for which the client's other flows are to go to the same backend.
-    affinity_s: u32,
+    pub(crate) affinity_s: u32,
 }
 
 impl Plan {
@@ -119,92 +122,121 @@ pub fn open<A: Family, T: Tables<A>>(
     packet: &Packet<A>,
     scratch: &mut Scratch<A>,
 ) -> Decision<A> {
-    let generation = tables.policy_generation();
-    if hook == Hook::Stack && packet.has_ports() {
-        return own(tables, packet, scratch, generation);
-    }
+    scratch.hook = hook as u32;
     scratch.flow = Flow::of_packet(packet, tables.now_s());
-    let flow = &mut scratch.flow;
-    let plan = if packet.has_ports() {
-        plan(tables, hook, packet, flow)
+    scratch.flow.policy = Remembered::new(Verdict::UNASKED.word, tables.policy_generation());
+    let (packet, scratch) = step((packet, scratch));
+    let own = is_own(scratch.hook(), packet);
+    if own {
+        scratch.flow.flags = FLOW_PLAIN;
     } else {
-        plan_without_ports(tables, hook, packet)
-    };
-    if plan.reason != DropReason::None {
-        return Decision::drop(packet, plan.reason);
+        if packet.has_ports() {
+            plan(tables, packet, scratch);
+        } else {
+            scratch.plan = plan_without_ports(tables, scratch.hook(), packet);
+        }
+        let (packet, scratch) = step((packet, &mut *scratch));
+        let plan = &scratch.plan;
+        if plan.reason != DropReason::None {
+            return Decision::drop(packet, plan.reason);
+        }
+        if plan.action != Action::Open {
+            let mut decision = Decision::untouched(packet, plan.action);
+            decision.ifindex = plan.ifindex;
+            return decision;
+        }
+        scratch.verdict = judge_first(tables, packet, scratch);
+        let (packet, scratch) = step((packet, scratch));
+        if scratch.verdict.reason != DropReason::None {
+            return Decision::drop(packet, scratch.verdict.reason);
+        }
+        service::remember(tables, packet, &scratch.flow, scratch.plan.affinity_s);
+        let (hook, verdict, flow) = (scratch.hook(), scratch.verdict, &mut scratch.flow);
+        flow.policy = Remembered::new(verdict.word, flow.policy.generation());
+        if flow.flags == 0 && has_judged_answers(hook, packet, &verdict) {
+            flow.flags = FLOW_PLAIN;
+        }
+        if hook.is_outside() && flow.flags != 0 {
+            flow.flags |= FLOW_INBOUND;
+        }
     }
-    if plan.action != Action::Open {
-        let mut decision = Decision::untouched(packet, plan.action);
-        decision.ifindex = plan.ifindex;
-        return decision;
-    }
-    let verdict = judge_first(tables, hook, packet, flow);
-    if verdict.reason != DropReason::None {
-        return Decision::drop(packet, verdict.reason);
-    }
-    service::remember(tables, packet, flow, plan.affinity_s);
-    flow.policy = Remembered::new(verdict.word, generation);
-    if flow.flags == 0 && has_judged_answers(hook, packet, &verdict) {
-        flow.flags = FLOW_PLAIN;
-    }
-    if hook.is_outside() && flow.flags != 0 {
-        flow.flags |= FLOW_INBOUND;
-    }
-    let translated = if flow.flags == 0 {
-        Translated::none(packet)
+    let (packet, scratch) = step((packet, scratch));
+    if scratch.flow.flags == 0 {
+        scratch.translated = Translated::none(packet);
     } else {
-        track(tables, packet, scratch)
-    };
-    if translated.reason != DropReason::None {
-        return Decision::drop(packet, translated.reason);
+        track(tables, packet, scratch);
     }
-    deliver(tables, hook, packet, &translated)
+    let (packet, scratch) = step((packet, scratch));
+    let hook = scratch.hook();
+    if is_own(hook, packet) {
+        return Decision::untouched(packet, Action::Stack);
+    }
+    if scratch.translated.reason != DropReason::None {
+        return Decision::drop(packet, scratch.translated.reason);
+    }
+    deliver(tables, hook, packet, &scratch.translated)
+}
+
+/// True for a datagram of a process of this node, from a port where somebody else is served. It goes its way, recorded or
+/// not.
+#[inline(always)]
+fn is_own<A: Family>(hook: Hook, packet: &Packet<A>) -> bool {
+    hook == Hook::Stack && packet.has_ports()
 }
 
 /// Where a packet with ports leads: to a service's backend, or to its destination.
 #[inline(always)]
-fn plan<A: Family, T: Tables<A>>(
-    tables: &mut T,
-    hook: Hook,
-    packet: &Packet<A>,
-    flow: &mut Flow<A>,
-) -> Plan {
-    let mut key = FrontendKey {
+fn plan<A: Family, T: Tables<A>>(tables: &mut T, packet: &Packet<A>, scratch: &mut Scratch<A>) {
+    scratch.plan = Plan::of(Action::Open, DropReason::None);
+    scratch.frontend = FrontendKey {
         address: packet.destination,
         port: packet.destination_port,
         protocol: packet.protocol,
         scope: SCOPE_ALL,
     };
-    let mut served = find_frontend(tables, hook, &mut key, packet);
-    if hook == Hook::Forward || served == Served::Port && is_for_own_process(tables, hook, packet) {
-        served = Served::No;
+    scratch.served = find_frontend(tables, scratch.hook(), &mut scratch.frontend, packet);
+    let (packet, scratch) = step((packet, scratch));
+    let hook = scratch.hook();
+    if hook == Hook::Forward
+        || scratch.served == Served::Port && is_for_own_process(tables, hook, packet)
+    {
+        scratch.served = Served::No;
     }
-    let mut plan = Plan::of(Action::Open, DropReason::None);
-    plan.reason = match served {
-        Served::Port => service::plan(tables, hook, &key, packet, flow, &mut plan.affinity_s),
+    let (packet, scratch) = step((packet, scratch));
+    scratch.plan.reason = match scratch.served {
+        Served::Port => {
+            service::choose(tables, packet, scratch);
+            let (packet, scratch) = step((packet, &mut *scratch));
+            service::lead(tables, packet, scratch)
+        }
         Served::Address => DropReason::NoFrontend,
-        Served::No => match hook {
+        Served::No => match scratch.hook() {
             Hook::Host => DropReason::NoFrontend,
-            Hook::Own | Hook::Stack => return Plan::of(Action::Stack, DropReason::None),
-            Hook::Pod => direct(tables, packet, flow),
-            Hook::Network | Hook::Overlay => inbound(tables, packet, flow),
-            Hook::Forward => forwarded(tables, packet, flow),
+            Hook::Own | Hook::Stack => {
+                scratch.plan.action = Action::Stack;
+                return;
+            }
+            Hook::Pod => direct(tables, packet, &mut scratch.flow),
+            Hook::Network | Hook::Overlay => inbound(tables, packet, &mut scratch.flow),
+            Hook::Forward => forwarded(tables, packet, &mut scratch.flow),
         },
     };
-    if plan.reason == DropReason::None && overlay::is_abused(tables, hook, packet, flow) {
-        plan.reason = DropReason::OverlayPort;
+    let (packet, scratch) = step((packet, scratch));
+    if scratch.plan.reason == DropReason::None
+        && overlay::is_abused(tables, scratch.hook(), packet, &scratch.flow)
+    {
+        scratch.plan.reason = DropReason::OverlayPort;
     }
-    plan
 }
 
-/// What the policies say of a packet without a flow, which would lead where `flow` leads.
+/// What the policies say of a packet without a flow, which would lead where the flow in the scratch leads.
 #[inline(always)]
 fn judge_first<A: Family, T: Tables<A>>(
     tables: &mut T,
-    hook: Hook,
     packet: &Packet<A>,
-    flow: &Flow<A>,
+    scratch: &Scratch<A>,
 ) -> Verdict {
+    let (hook, flow) = (scratch.hook(), &scratch.flow);
     if hook == Hook::Pod && packet.destination.stays_on_link() {
         // Nobody but the pod's own node gets it.
         return Verdict::UNASKED;
@@ -255,21 +287,6 @@ fn is_for_own_process<A: Family, T: Tables<A>>(
         Some(endpoint) => endpoint.flags & ENDPOINT_NODE != 0,
         None => false,
     }
-}
-
-/// A datagram of a process of this node, from a port where somebody else is served. It goes its way, recorded or not.
-#[inline(always)]
-fn own<A: Family, T: Tables<A>>(
-    tables: &mut T,
-    packet: &Packet<A>,
-    scratch: &mut Scratch<A>,
-    generation: u32,
-) -> Decision<A> {
-    scratch.flow = Flow::of_packet(packet, tables.now_s());
-    scratch.flow.flags = FLOW_PLAIN;
-    scratch.flow.policy = Remembered::new(Verdict::UNASKED.word, generation);
-    track(tables, packet, scratch);
-    Decision::untouched(packet, Action::Stack)
 }
 
 /// Packets that no flow can have: other protocols, errors about packets that no flow has, fragments whose first is
@@ -469,13 +486,9 @@ fn masquerades<A: Family, T: Tables<A>>(tables: &mut T) -> bool {
     }
 }
 
-/// Enters a flow, or finds the direct one that is there already.
+/// Enters a flow, or finds the direct one that is there already, and leaves in the scratch what that makes of the packet.
 #[inline(always)]
-fn track<A: Family, T: Tables<A>>(
-    tables: &mut T,
-    packet: &Packet<A>,
-    scratch: &mut Scratch<A>,
-) -> Translated<A> {
+fn track<A: Family, T: Tables<A>>(tables: &mut T, packet: &Packet<A>, scratch: &mut Scratch<A>) {
     scratch.key = packet.key();
     scratch.flow.generation = match tables.node() {
         Some(node) => node.generation,
@@ -489,7 +502,8 @@ fn track<A: Family, T: Tables<A>>(
             present.generation = scratch.flow.generation;
             present.policy = scratch.flow.policy;
             present.note_client(packet.tcp_flags, scratch.flow.client_seen_s);
-            return Translated::forward(packet, present);
+            scratch.translated = Translated::forward(packet, present);
+            return;
         }
         // From before the address was a service's: it gives way.
         let reply_key = present.reply_key();
@@ -497,13 +511,14 @@ fn track<A: Family, T: Tables<A>>(
         tables.remove_flow(&scratch.key);
         tables.count(Event::FlowRenewed);
     }
-    let plain = scratch.flow.flags & FLOW_PLAIN != 0;
-    let translated = enter(tables, scratch, packet);
-    if translated.reason == DropReason::FlowTableFull && plain {
+    scratch.plain = scratch.flow.flags & FLOW_PLAIN;
+    let (packet, scratch) = step((packet, scratch));
+    scratch.translated = enter(tables, scratch, packet);
+    let (packet, scratch) = step((packet, scratch));
+    if scratch.translated.reason == DropReason::FlowTableFull && scratch.plain != 0 {
         tables.count(Event::FlowUntracked);
-        return Translated::none(packet);
+        scratch.translated = Translated::none(packet);
     }
-    translated
 }
 
 /// The node's address as the source of a flow, whose port is chosen as it is entered.

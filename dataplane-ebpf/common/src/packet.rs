@@ -94,7 +94,7 @@ impl<A: Family> Packet<A> {
 
 /// Where a packet goes.
 #[repr(u32)]
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
 pub enum Action {
     /// On through the node's own stack.
     Stack,
@@ -109,6 +109,7 @@ pub enum Action {
     /// Unchanged through the overlay, to the node of the flow's backend.
     Overlay,
     /// Not decided yet: no flow has this packet, see [`crate::path::open`].
+    #[default]
     Open,
     /// Not decided yet: it is about a packet that it quotes, see [`crate::icmp::relate`].
     Relate,
@@ -120,8 +121,9 @@ pub enum Action {
 
 /// What translation did.
 #[repr(u32)]
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
 pub enum Translation {
+    #[default]
     None,
     /// Client to backend.
     Forward,

@@ -13,8 +13,9 @@ use crate::policy::{Ends, Verdict, judge};
 use crate::reason::{DropReason, Event};
 use crate::tables::{Inserted, Tables};
 
-pub use crate::claim::Scratch;
 pub use crate::open::open;
+pub use crate::scratch::Scratch;
+use crate::scratch::step;
 
 /// Where a packet was met.
 #[repr(u32)]
@@ -62,7 +63,7 @@ impl Hook {
 
 /// Addresses and ports after translation.
 #[repr(C)]
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
 pub(crate) struct Translated<A> {
     pub(crate) translation: Translation,
     /// Anything but `None` drops the packet.
@@ -468,44 +469,50 @@ pub fn settle<A: Family, T: Tables<A>>(
     packet: &Packet<A>,
     scratch: &mut Scratch<A>,
 ) -> Decision<A> {
+    scratch.hook = hook as u32;
     if !packet.is_error() {
         scratch.key = key_of_flow(tables, hook, packet);
     }
+    let (packet, scratch) = step((packet, scratch));
     let generation = tables.policy_generation();
-    let flow = match tables.flow(&scratch.key) {
-        Some(flow) => *flow,
+    match tables.flow(&scratch.key) {
+        Some(flow) => scratch.flow = *flow,
         None if packet.is_error() => return Decision::untouched(packet, Action::Open),
         None => return undecided(packet),
-    };
-    let ends = Ends::of_flow(&scratch.key, &flow);
-    let verdict = if flow.policy.generation() == generation {
-        Verdict::of_word(flow.policy.verdict())
+    }
+    let ends = Ends::of_flow(&scratch.key, &scratch.flow);
+    if scratch.flow.policy.generation() == generation {
+        scratch.verdict = Verdict::of_word(scratch.flow.policy.verdict());
     } else {
-        let verdict = judge(tables, &ends);
+        scratch.verdict = judge(tables, &ends);
+        let scratch = step(&mut *scratch);
         // A verdict that came late must not be taken for one on the policies of now.
         if tables.policy_generation() == generation
             && let Some(flow) = tables.flow(&scratch.key)
         {
-            flow.policy = Remembered::new(verdict.word, generation);
+            flow.policy = Remembered::new(scratch.verdict.word, generation);
         }
-        verdict
-    };
-    if verdict.reason != DropReason::None {
-        tables.denied(&ends, scratch.key.source_port, &verdict);
-        return Decision::drop(packet, verdict.reason);
+    }
+    let (packet, scratch) = step((packet, scratch));
+    if scratch.verdict.reason != DropReason::None {
+        let ends = Ends::of_flow(&scratch.key, &scratch.flow);
+        tables.denied(&ends, scratch.key.source_port, &scratch.verdict);
+        return Decision::drop(packet, scratch.verdict.reason);
     }
     if packet.is_error() {
         return Decision::untouched(packet, Action::Relate);
     }
-    let known = if hook == Hook::Pod || hook == Hook::Host {
+    let hook = scratch.hook();
+    scratch.translated = if hook == Hook::Pod || hook == Hook::Host {
         known_flow(tables, packet)
     } else {
         known_flow_answers_first(tables, packet)
     };
-    if known.found == 0 {
+    let (packet, scratch) = step((packet, scratch));
+    if scratch.translated.found == 0 {
         return undecided(packet);
     }
-    deliver(tables, hook, packet, &known)
+    deliver(tables, scratch.hook(), packet, &scratch.translated)
 }
 
 /// The key of the flow that [`known_flow`] or [`known_flow_answers_first`] finds for a packet; of no flow if they find

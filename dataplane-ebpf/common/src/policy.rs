@@ -100,7 +100,7 @@ impl<A: Family> Ends<A> {
 
 /// Whether a packet may pass, and who says so.
 #[repr(C)]
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
 pub struct Verdict {
     /// `None` lets it pass.
     pub reason: DropReason,
@@ -174,18 +174,28 @@ impl PolicyRule {
         rule: NO_RULE,
         action: 0,
     };
+}
 
-    /// Keeps of both the rules that come first.
+/// The first of the rules that were found, each with its action in one word: the smaller word is that of the rule that
+/// comes first. So the verifier has no pairs to tell apart.
+#[repr(C)]
+struct First {
+    admin: u64,
+    after: u64,
+}
+
+impl First {
     #[inline(always)]
-    fn take(&mut self, other: &Self) {
-        if other.admin_rule < self.admin_rule {
-            self.admin_rule = other.admin_rule;
-            self.admin_action = other.admin_action;
-        }
-        if other.rule < self.rule {
-            self.rule = other.rule;
-            self.action = other.action;
-        }
+    fn take(&mut self, rule: &PolicyRule) {
+        let word = |rule: u32, action: u32| (rule as u64) << 32 | action as u64;
+        self.admin = self.admin.min(word(rule.admin_rule, rule.admin_action));
+        self.after = self.after.min(word(rule.rule, rule.action));
+    }
+
+    #[allow(clippy::cast_possible_truncation, reason = "both halves are kept")]
+    #[inline(always)]
+    fn rule_and_action(word: u64) -> (u32, u32) {
+        ((word >> 32) as u32, word as u32)
     }
 }
 
@@ -206,7 +216,10 @@ pub fn judge_direction<R: PolicyRules>(
         protocol: peer.protocol,
         port: peer.port,
     };
-    let mut first = PolicyRule::NONE;
+    let mut first = First {
+        admin: u64::MAX,
+        after: u64::MAX,
+    };
     if let Some(rule) = rules.policy_rule(&key) {
         first.take(rule);
     }
@@ -216,8 +229,8 @@ pub fn judge_direction<R: PolicyRules>(
             first.take(rule);
         }
     }
-    let final_admin = first.admin_rule != NO_RULE
-        && (first.admin_action == RULE_ALLOW || first.admin_action == RULE_DENY);
+    let admin = First::rule_and_action(first.admin);
+    let final_admin = admin.0 != NO_RULE && (admin.1 == RULE_ALLOW || admin.1 == RULE_DENY);
     let closing = if peer.direction == DIRECTION_INGRESS {
         POLICY_INGRESS_CLOSED
     } else {
@@ -225,11 +238,11 @@ pub fn judge_direction<R: PolicyRules>(
     };
     let closed = policy.flags & closing != 0;
     let (rule, action) = if final_admin {
-        (first.admin_rule, first.admin_action)
+        admin
     } else if closed && peer.own != 0 {
         (NO_RULE, RULE_ALLOW)
     } else {
-        (first.rule, first.action)
+        First::rule_and_action(first.after)
     };
     let allowed = if rule == NO_RULE {
         !closed || peer.own != 0

@@ -19,6 +19,10 @@ pub enum Tier {
     Shared = 1,
 }
 
+impl Tier {
+    pub const ALL: [Self; 2] = [Self::Preferred, Self::Shared];
+}
+
 /// Ports are given in blocks of so many, so that what lies where is found out once for a block.
 pub const BLOCK: u32 = 4;
 

@@ -9,6 +9,12 @@ macro_rules! numbered {
             $($(#[$variant_doc])* $variant),+
         }
 
+        impl Default for $name {
+            fn default() -> Self {
+                Self::ALL[0]
+            }
+        }
+
         impl $name {
             /// Every value, in the order of their numbers.
             pub const ALL: &'static [Self] = &[$(Self::$variant),+];

@@ -4,14 +4,15 @@ use crate::address::Family;
 use crate::layout::{
     ALGORITHM_MAGLEV, Affinity, AffinityKey, BACKEND_LOCAL, Backend, ENDPOINT_NODE, FLOW_DSR,
     FLOW_MASQUERADED, FLOW_PLAIN, FLOW_SERVICE, FRONTEND_DROP_EMPTY, FRONTEND_DSR,
-    FRONTEND_KEEP_SOURCE, FRONTEND_RANGES, Flow, FrontendKey, MAGLEV_SIZE, NODE_MASQUERADE,
-    SlotKey, backend_state,
+    FRONTEND_KEEP_SOURCE, FRONTEND_RANGES, Flow, MAGLEV_SIZE, NODE_MASQUERADE, SlotKey,
+    backend_state,
 };
 use crate::open::{Place, use_node_address};
 use crate::overlay;
 use crate::packet::Packet;
 use crate::path::Hook;
 use crate::reason::DropReason;
+use crate::scratch::{Scratch, step};
 use crate::tables::Tables;
 
 /// A slot and its backend are read one after the other; a change between the two is met by one more look.
@@ -19,7 +20,8 @@ const MAX_PICK_ATTEMPTS: u32 = 2;
 
 /// A backend and the state word it had when it was chosen.
 #[repr(C)]
-struct Choice<A> {
+#[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
+pub(crate) struct Choice<A> {
     reason: DropReason,
     id: u32,
     state: u32,
@@ -29,18 +31,15 @@ struct Choice<A> {
     backend: Backend<A>,
 }
 
-/// Leads a flow to a backend of the service port with this key. Leaves in `affinity_s` for how long its client's other
-/// flows are to go there too, see [`remember`].
+/// Leads the flow in the scratch to the backend that was [chosen](choose) for it.
 #[inline(always)]
-pub(crate) fn plan<A: Family, T: Tables<A>>(
+pub(crate) fn lead<A: Family, T: Tables<A>>(
     tables: &mut T,
-    hook: Hook,
-    frontend: &FrontendKey<A>,
     packet: &Packet<A>,
-    flow: &mut Flow<A>,
-    affinity_s: &mut u32,
+    scratch: &mut Scratch<A>,
 ) -> DropReason {
-    let choice = choose(tables, hook, frontend, packet, flow.created_s);
+    let hook = scratch.hook();
+    let (choice, flow) = (&scratch.choice, &mut scratch.flow);
     if choice.reason != DropReason::None {
         return choice.reason;
     }
@@ -50,18 +49,18 @@ pub(crate) fn plan<A: Family, T: Tables<A>>(
     flow.backend_state = choice.state;
     flow.service_id = choice.backend.service_id;
     flow.flags = FLOW_SERVICE;
-    *affinity_s = choice.affinity_s;
+    scratch.plan.affinity_s = choice.affinity_s;
     if hook == Hook::Network
         && choice.flags & FRONTEND_DSR != 0
         && choice.backend.flags & BACKEND_LOCAL == 0
-        && overlay::reaches(tables, &flow.backend)
+        && overlay::reaches(tables, &choice.backend.address)
     {
         flow.flags |= FLOW_DSR | FLOW_PLAIN;
         flow.backend = packet.destination;
         flow.backend_port = packet.destination_port;
         return DropReason::None;
     }
-    if needs_node_address(tables, hook, packet, choice.flags, &flow.backend) {
+    if needs_node_address(tables, hook, packet, choice.flags, &choice.backend.address) {
         flow.flags |= FLOW_MASQUERADED;
         return use_node_address(tables, flow);
     }
@@ -102,78 +101,84 @@ fn needs_node_address<A: Family, T: Tables<A>>(
     }
 }
 
-/// The backend of a new flow: the client's own where the service has affinity, any usable one otherwise.
+/// Chooses the backend of a new flow to the service port in the scratch: the client's own where the service has affinity,
+/// any usable one otherwise.
 #[inline(always)]
-fn choose<A: Family, T: Tables<A>>(
+pub(crate) fn choose<A: Family, T: Tables<A>>(
     tables: &mut T,
-    hook: Hook,
-    key: &FrontendKey<A>,
     packet: &Packet<A>,
-    now_s: u32,
-) -> Choice<A> {
-    let mut choice = Choice {
+    scratch: &mut Scratch<A>,
+) {
+    scratch.choice = Choice {
         reason: DropReason::NoBackend,
         id: 0,
         state: 0,
         flags: 0,
         affinity_s: 0,
-        backend: Backend {
-            address: key.address,
-            port: key.port,
-            flags: 0,
-            service_id: 0,
-        },
-    };
-    let mut affinity_key = AffinityKey {
-        client: packet.source,
-        service_id: 0,
+        backend: Backend::default(),
     };
     let mut attempt = 0;
     while attempt < MAX_PICK_ATTEMPTS {
+        let (packet, scratch) = step((packet, &mut *scratch));
         attempt += 1;
-        let random = tables.random();
-        let Some(frontend) = tables.frontend(key) else {
-            break;
-        };
-        let service_id = frontend.service_id;
-        // Whoever is sent here by another node is sent no further.
-        let backends = if hook == Hook::Overlay {
-            frontend.local_backends
-        } else {
-            frontend.backends
-        };
-        let algorithm = frontend.algorithm;
-        choice.flags = frontend.flags;
-        choice.affinity_s = frontend.affinity_s;
-        choice.reason = refusal(tables, choice.flags, service_id, backends, packet);
-        if choice.reason != DropReason::None {
-            break;
-        }
-        choice.reason = DropReason::BackendMissing;
-        affinity_key.service_id = service_id;
-        // The first look only: a backend that cannot be used any more gives way to any other.
-        if choice.affinity_s != 0 && attempt == 1 {
-            let id = remembered(tables, &affinity_key, now_s);
-            if id != 0 && take(tables, hook, id, service_id, &mut choice) {
-                break;
-            }
-        }
-        if algorithm == ALGORITHM_MAGLEV && hook.is_outside() && attempt == 1 {
-            let id = tables.maglev(service_id, packet.key().hash() % MAGLEV_SIZE);
-            if take(tables, hook, id, service_id, &mut choice) {
-                break;
-            }
-        }
-        let index = ((random as u64 * backends as u64) >> 32) as u32;
-        let Some(id) = tables.slot(&SlotKey { service_id, index }) else {
-            continue;
-        };
-        let id = *id;
-        if take(tables, hook, id, service_id, &mut choice) {
+        if pick(tables, packet, scratch, attempt == 1) {
             break;
         }
     }
-    choice
+}
+
+/// One attempt of [`choose`]. False when another one may do better.
+#[inline(always)]
+fn pick<A: Family, T: Tables<A>>(
+    tables: &mut T,
+    packet: &Packet<A>,
+    scratch: &mut Scratch<A>,
+    first: bool,
+) -> bool {
+    let hook = scratch.hook();
+    let choice = &mut scratch.choice;
+    let random = tables.random();
+    let Some(frontend) = tables.frontend(&scratch.frontend) else {
+        return true;
+    };
+    let service_id = frontend.service_id;
+    // Whoever is sent here by another node is sent no further.
+    let backends = if hook == Hook::Overlay {
+        frontend.local_backends
+    } else {
+        frontend.backends
+    };
+    let algorithm = frontend.algorithm;
+    choice.flags = frontend.flags;
+    choice.affinity_s = frontend.affinity_s;
+    choice.reason = refusal(tables, choice.flags, service_id, backends, packet);
+    if choice.reason != DropReason::None {
+        return true;
+    }
+    choice.reason = DropReason::BackendMissing;
+    // The first look only: a backend that cannot be used any more gives way to any other.
+    if choice.affinity_s != 0 && first {
+        let key = AffinityKey {
+            client: packet.source,
+            service_id,
+        };
+        let id = remembered(tables, &key, scratch.flow.created_s);
+        if id != 0 && take(tables, hook, id, service_id, choice) {
+            return true;
+        }
+    }
+    if algorithm == ALGORITHM_MAGLEV && hook.is_outside() && first {
+        let id = tables.maglev(service_id, packet.key().hash() % MAGLEV_SIZE);
+        if take(tables, hook, id, service_id, choice) {
+            return true;
+        }
+    }
+    let index = ((random as u64 * backends as u64) >> 32) as u32;
+    let Some(id) = tables.slot(&SlotKey { service_id, index }) else {
+        return false;
+    };
+    let id = *id;
+    take(tables, hook, id, service_id, choice)
 }
 
 /// Has the other flows of a client go to the backend of this one, for `affinity_s` seconds unless that is zero.

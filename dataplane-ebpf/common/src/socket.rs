@@ -25,7 +25,7 @@ pub use layout::{
     Connection, Cookie, DestinationKey, NAMESPACE_NODE, Namespace, Place, SocketFlow, SourceKey,
     UseKey,
 };
-pub use release::release;
+pub use release::{release, release_by, release_destination};
 
 /// Destinations that a datagram socket may have translated at the socket. Datagrams to further ones are translated by
 /// the packet path. Bounds what the end of a socket has to clean up.

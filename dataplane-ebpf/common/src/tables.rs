@@ -10,8 +10,9 @@ use crate::reason::Event;
 
 /// Result of an insertion that must not replace.
 #[repr(u32)]
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
 pub enum Inserted {
+    #[default]
     Done,
     /// The key is taken; nothing changed.
     Exists,

@@ -92,6 +92,7 @@ fn main() -> ExitCode {
             report("sockets", sockets(&mut world));
             report("driver", driver(&world));
             programs(&world);
+            report("cheap to verify", world.check_verified());
             for (name, check) in CHECKS {
                 for family in &FAMILIES {
                     for protocol in PROTOCOLS {

@@ -4,7 +4,7 @@
 use std::net::IpAddr;
 use std::path::{Path, PathBuf};
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, ensure};
 use control_api::desired::{Changes, DesiredState, Name};
 use control_api::v1::{
     AddressFamily, ClusterConfig, Endpoint, EndpointPort, EndpointSlice, Protocol, Service,
@@ -46,6 +46,11 @@ pub const POD_FAR: (&str, &str) = ("10.244.2.2", "fd00:244:2::2");
 /// Of all its pods.
 const PEER_RANGES: (&str, &str) = ("10.244.2.0/24", "fd00:244:2::/64");
 
+/// Instructions that the verifier may walk in one program, and in all of them: nearly all of an agent's start on a small
+/// node is the verifier. It walks about one in a microsecond.
+pub const VERIFIED_AT_MOST: u32 = 60_000;
+pub const ALL_VERIFIED_AT_MOST: u32 = 400_000;
+
 /// A pod's link, made for the test.
 #[derive(Clone, Debug)]
 pub struct Pod {
@@ -84,6 +89,32 @@ pub fn unable() -> Option<String> {
 }
 
 impl World {
+    /// Fails when a program costs the verifier more than it may, or all of those that are loaded together do. Kernels
+    /// before 5.16 do not tell.
+    ///
+    /// # Errors
+    /// Names the programs and what the verifier walked.
+    pub fn check_verified(&self) -> Result<()> {
+        let sizes = self.kernel.program_sizes();
+        let verified = || {
+            let told = sizes.iter();
+            told.filter_map(|(program, size)| Some((*program, size.verified?)))
+        };
+        let dear: Vec<_> = verified()
+            .filter(|(_, walked)| *walked > VERIFIED_AT_MOST)
+            .collect();
+        ensure!(
+            dear.is_empty(),
+            "the verifier walks more than {VERIFIED_AT_MOST} instructions of {dear:?}"
+        );
+        let all: u32 = verified().map(|(_, walked)| walked).sum();
+        ensure!(
+            all <= ALL_VERIFIED_AT_MOST,
+            "the verifier walks {all} instructions of all programs, more than {ALL_VERIFIED_AT_MOST}"
+        );
+        Ok(())
+    }
+
     /// Moves the calling thread into namespaces of its own and builds a node there.
     ///
     /// # Errors

@@ -111,5 +111,5 @@ fn layouts_belong_to_their_abi_version() {
     let expected = [
         40, 36, 88, 36, 48, 56, 76, 20, 24, 16, 8, 24, 20, 20, 8, 24, 64, 36,
     ];
-    assert_eq!((ABI_VERSION, fingerprint), (2, expected));
+    assert_eq!((ABI_VERSION, fingerprint), (3, expected));
 }
