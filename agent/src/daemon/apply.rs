@@ -277,8 +277,12 @@ impl Applier {
                     committed_at_us = progress.committed_at_us,
                     "services applied"
                 );
-                if let Err(e) = std::fs::write(self.mark(), b"") {
-                    tracing::warn!(path = %self.mark().display(), error = %e, "cannot write the mark");
+                let mark = self.mark();
+                // Once: a change must not wait for a disk.
+                if !mark.exists()
+                    && let Err(e) = std::fs::write(&mark, b"")
+                {
+                    tracing::warn!(path = %mark.display(), error = %e, "cannot write the mark");
                 }
                 progress.committed_at_us = None;
                 progress.routes_pending |= report.addresses_changed;

@@ -74,7 +74,6 @@ pub(super) struct Collector {
     v4: FamilyFlows<V4>,
     v6: FamilyFlows<V6>,
     no_room: u64,
-    hurry: bool,
     total: CollectReport,
     busy: Duration,
 }
@@ -85,16 +84,9 @@ impl Collector {
             v4: FamilyFlows::open(maps, ["flows_v4", "replies_v4", "affinity_v4", "states_v4"])?,
             v6: FamilyFlows::open(maps, ["flows_v6", "replies_v6", "affinity_v6", "states_v6"])?,
             no_room: 0,
-            hurry: false,
             total: CollectReport::default(),
             busy: Duration::ZERO,
         })
-    }
-
-    /// Backends may have gone. Packets know at once; the memory of their flows goes with the next walk, which starts
-    /// now and works harder.
-    pub(super) fn hurry(&mut self) {
-        self.hurry = true;
     }
 
     pub(super) fn flow_count(&self) -> usize {
@@ -111,11 +103,16 @@ impl Collector {
         }
     }
 
-    /// `no_room` counts the packets that ever found a table full.
-    pub(super) fn step(&mut self, now_s: u32, no_room: u64) -> Result<CollectReport, KernelError> {
+    /// `no_room` counts the packets that ever found a table full. `hurry` says that backends may have gone: packets know at
+    /// once, the memory of their flows goes with a walk that starts now and works harder.
+    pub(super) fn step(
+        &mut self,
+        now_s: u32,
+        no_room: u64,
+        hurry: bool,
+    ) -> Result<CollectReport, KernelError> {
         let started = Instant::now();
         let full = no_room > std::mem::replace(&mut self.no_room, no_room);
-        let hurry = std::mem::take(&mut self.hurry);
         let mut report = CollectReport::default();
         let result = self
             .v4

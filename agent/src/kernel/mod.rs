@@ -22,6 +22,7 @@ mod table;
 use std::collections::{BTreeMap, HashSet};
 use std::net::IpAddr;
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -290,6 +291,9 @@ pub struct Kernel {
     services: Mutex<Services>,
     policies: PolicyTables,
     collector: Mutex<Collector>,
+    /// Backends may have gone since the collector's last step. Beside its lock, which that holds for milliseconds: no
+    /// change waits for a walk over tables.
+    hurry: AtomicBool,
     parking: Parking,
     drops: CounterTable,
     events: CounterTable,
@@ -328,6 +332,7 @@ impl Kernel {
             services: Mutex::new(services),
             policies,
             collector: Mutex::new(collector),
+            hurry: AtomicBool::new(false),
             parking,
             drops,
             events,
@@ -468,7 +473,7 @@ impl Kernel {
         let report = lock(&self.services).apply(desired, changes)?;
         if report.changed > 0 {
             lock(&self.programs).next_generation()?;
-            lock(&self.collector).hurry();
+            self.hurry.store(true, Ordering::Relaxed);
         }
         Ok(report)
     }
@@ -619,7 +624,8 @@ impl Kernel {
                 map: self.drops.name,
                 source,
             })?;
-        lock(&self.collector).step(monotonic_s(), no_room)
+        let hurry = self.hurry.swap(false, Ordering::Relaxed);
+        lock(&self.collector).step(monotonic_s(), no_room, hurry)
     }
 
     /// How full the flow tables are.
@@ -719,7 +725,7 @@ impl PodPrograms for Kernel {
         let set = || {
             if lock(&self.services).set_host_ports(host_ports)? > 0 {
                 lock(&self.programs).next_generation()?;
-                lock(&self.collector).hurry();
+                self.hurry.store(true, Ordering::Relaxed);
             }
             Ok(())
         };
