@@ -3,7 +3,7 @@
 mod daemon;
 
 use std::io::IsTerminal as _;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use anyhow::{Context as _, Result};
@@ -127,6 +127,9 @@ fn execute(cli: Cli) -> Result<()> {
                 conf::install_plugin(&from, &bin_dir)?.display()
             );
             Ok(())
+        }
+        Command::Dns { .. } if cli.config == Path::new(DEFAULT_CONFIG) => {
+            anyhow::bail!("dns serves a Corefile: name it with --config FILE")
         }
         Command::Dns { check: true, .. } => {
             let blocks = weir_agent::dns::check(&cli.config)?;

@@ -5,6 +5,7 @@ use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
 use arc_swap::ArcSwap;
+use hickory_proto::op::{Message, OpCode};
 use hickory_proto::rr::{Name, RecordType};
 
 use super::cache::{Cache, Hit, Key};
@@ -216,6 +217,18 @@ impl Block {
     pub(super) fn hosts(&self, name: &Name, record_type: RecordType) -> Option<Answer> {
         let hosts = self.config.hosts.as_ref()?;
         self.hosts.load().lookup(hosts, name, record_type)
+    }
+
+    /// What the block's own table says of the name at the end of the zone's chain, as a message.
+    pub(super) fn rest_of_chain(&self, request: &Request) -> Option<Vec<u8>> {
+        if request.is_relay() {
+            return None;
+        }
+        let known = self.hosts(&request.name, request.record_type)?;
+        let mut message = Message::response(0, OpCode::Query);
+        message.metadata.response_code = known.rcode;
+        message.answers = known.records;
+        message.to_vec().ok()
     }
 
     /// The answer to a request that goes upstream, from the cache where it is fresh.

@@ -52,6 +52,8 @@ pub(super) struct Upstream {
     probing: AtomicBool,
     /// What is sent there comes back.
     loops: AtomicBool,
+    /// It is known not to come back.
+    leads_on: AtomicBool,
 }
 
 /// Forwards questions. The set of servers can be replaced while it runs.
@@ -95,6 +97,7 @@ impl Forwarder {
                     failures: AtomicU32::new(0),
                     probing: AtomicBool::new(false),
                     loops: AtomicBool::new(false),
+                    leads_on: AtomicBool::new(false),
                 })
             })
         });
@@ -259,8 +262,8 @@ impl Forwarder {
         });
     }
 
-    /// Sends a question to one server, whatever is known of it, and forgets the answer.
-    pub(super) async fn poke(&self, upstream: &Upstream, query: &[u8]) {
+    /// Sends a question to one server, whatever is known of it; whether there was an answer.
+    pub(super) async fn poke(&self, upstream: &Upstream, query: &[u8]) -> bool {
         let way = if self.options.force_tcp {
             Way::Tcp
         } else {
@@ -269,13 +272,20 @@ impl Forwarder {
         let exchange = self
             .dialer
             .exchange(&upstream.server, &upstream.idle, query, way);
-        let _ = tokio::time::timeout(LAST_TRY_TIMEOUT, exchange).await;
+        let answer = tokio::time::timeout(LAST_TRY_TIMEOUT, exchange).await;
+        matches!(answer, Ok(Ok(_)))
     }
 }
 
 impl Upstream {
-    /// Sets whether what is sent there comes back; true when that is news.
-    pub(super) fn set_loops(&self, loops: bool) -> bool {
+    /// Whether it is known that what is sent there does not come back.
+    pub(super) fn leads_on(&self) -> bool {
+        self.leads_on.load(Ordering::Relaxed)
+    }
+
+    /// Sets whether what is sent there comes back, and whether anything was heard at all; true when the first is news.
+    pub(super) fn set_loops(&self, loops: bool, answered: bool) -> bool {
+        self.leads_on.store(answered && !loops, Ordering::Relaxed);
         self.loops.swap(loops, Ordering::Relaxed) != loops
     }
 }

@@ -1,6 +1,7 @@
 //! Finds upstream servers that lead back here: each is sent a name that nobody else knows, and should not hear of it again.
 //!
-//! Such a server is not asked any more, and is looked at again later. Nothing ends because of it.
+//! Such a server is not asked any more, and is looked at again later. Nothing ends because of it. One that does not lead
+//! back here is left in peace.
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -33,15 +34,23 @@ impl Loops {
 
     /// Looks at every server of every block that wants it; how many lead back here.
     pub(super) async fn look(&self, blocks: &Blocks) -> i64 {
-        let mut found = 0;
+        let mut looks = Vec::new();
         for block in blocks.all.iter().filter(|block| block.config.finds_loops) {
             for forward in &block.forwards {
-                for upstream in forward.upstreams().iter() {
-                    found += i64::from(self.look_at(block, forward, upstream).await);
-                }
+                let upstreams = forward.upstreams();
+                let unknown: Vec<_> = upstreams
+                    .iter()
+                    .filter(|u| !u.leads_on())
+                    .cloned()
+                    .collect();
+                let look = |upstream: Arc<Upstream>| async move {
+                    self.look_at(block, forward, &upstream).await
+                };
+                looks.extend(unknown.into_iter().map(look));
             }
         }
-        found
+        let found = futures::future::join_all(looks).await;
+        found.into_iter().map(i64::from).sum()
     }
 
     async fn look_at(&self, block: &Block, forward: &Forwarder, upstream: &Upstream) -> bool {
@@ -61,10 +70,10 @@ impl Loops {
         };
         let seen = Arc::new(AtomicBool::new(false));
         lock(&self.sent).insert(name.to_lowercase(), Arc::clone(&seen));
-        forward.poke(upstream, &query).await;
+        let answered = forward.poke(upstream, &query).await;
         lock(&self.sent).remove(&name.to_lowercase());
         let loops = seen.load(Ordering::Relaxed);
-        if upstream.set_loops(loops) {
+        if upstream.set_loops(loops, answered) {
             let (place, address) = (&block.config.place, upstream.server.address);
             let at = format!("{}:{}", place.file, place.line);
             if loops {

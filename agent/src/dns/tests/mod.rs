@@ -7,6 +7,7 @@ mod upstreams;
 use control_api::desired::{DesiredState, Name};
 use control_api::v1::{
     ClusterConfig, Endpoint, EndpointPort, EndpointSlice, Protocol, Service, ServicePort,
+    ServiceType,
 };
 
 fn state() -> DesiredState {
@@ -40,6 +41,15 @@ fn state() -> DesiredState {
             "pg",
             &[("10.244.1.10", "pg-0"), ("10.244.2.11", "pg-1")],
         ),
+    );
+    put_service(
+        &mut state,
+        Service {
+            r#type: ServiceType::ExternalName.into(),
+            external_name: "named.example".into(),
+            ports: Vec::new(),
+            ..service("shop", "out", &[])
+        },
     );
     state
 }

@@ -188,6 +188,16 @@ async fn hosts_come_first_and_rewritten_names_are_told_as_they_were_asked() {
         assert_eq!(first(&reply), wanted);
         assert_eq!(reply.queries[0].name().to_ascii(), name);
     }
+    // A chain that begins in the cluster ends in the table.
+    let reply = ask(server, "out.shop.svc.cluster.local.").await;
+    let shown: Vec<String> = reply.answers.iter().map(ToString::to_string).collect();
+    assert_eq!(
+        shown,
+        [
+            "out.shop.svc.cluster.local. 5 IN CNAME named.example.",
+            "named.example. 77 IN A 192.0.2.7"
+        ]
+    );
 }
 
 #[tokio::test]
