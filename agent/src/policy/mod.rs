@@ -358,9 +358,8 @@ impl Enforcer {
             inner.locals.pods.extend(spoken);
         }
         let mut learnt = self.domains.snapshot();
-        let file = &mut inner.domain_file;
-        let written = self.domains.write_fresh(&mut learnt, file);
-        written.map_err(|source| file.failed(source))?;
+        self.domains
+            .write_fresh(&mut learnt, &mut inner.domain_file);
         inner.domains = learnt.answers();
         let started = Instant::now();
         let input = Input {

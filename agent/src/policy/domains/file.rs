@@ -156,6 +156,7 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
+    use crate::policy::domains::Domains;
 
     fn record(last: u8) -> Record {
         Record {
@@ -209,6 +210,26 @@ mod tests {
             let (_, records) = DomainFile::open(dir.path(), "b1").unwrap();
             assert_eq!(records, [record(7)]);
         }
+    }
+
+    #[test]
+    fn a_full_disk_is_tried_again() {
+        let dir = tempfile::tempdir().unwrap();
+        let (mut file, _) = DomainFile::open(dir.path(), "b1").unwrap();
+        file.file = options().append(true).open("/dev/full").unwrap();
+        let domains = Domains::default();
+        domains.known().fresh.push(record(1));
+        let mut snapshot = domains.snapshot();
+        domains.write_fresh(&mut snapshot, &mut file);
+        assert!(domains.known().stale);
+        std::sync::Arc::make_mut(&mut domains.known().answers).learn(
+            "n1.example",
+            &[record(1).address],
+            101,
+        );
+        domains.tidy_file(&mut file).unwrap();
+        let (_, records) = DomainFile::open(dir.path(), "b1").unwrap();
+        assert_eq!(records, [record(1)]);
     }
 
     proptest! {

@@ -242,18 +242,17 @@ impl Domains {
         }
     }
 
-    /// Writes down what is not on disk yet, before it is used.
-    pub(super) fn write_fresh(
-        &self,
-        snapshot: &mut Snapshot,
-        file: &mut DomainFile,
-    ) -> std::io::Result<()> {
+    /// Writes down what is not on disk yet, before it is used. A disk that takes nothing keeps no policy from being enforced:
+    /// what is missing there is written again later, and if the agent ends before, names have to be asked for again.
+    pub(super) fn write_fresh(&self, snapshot: &mut Snapshot, file: &mut DomainFile) {
         let fresh = std::mem::take(&mut snapshot.fresh);
-        let done = file.add(&fresh);
-        if done.is_err() {
-            self.known().fresh.extend(fresh);
+        if let Err(source) = file.add(&fresh) {
+            let mut known = self.known();
+            if !std::mem::replace(&mut known.stale, true) {
+                let error = file.failed(source);
+                tracing::error!(%error, "addresses of domain names do not outlive this agent; trying again");
+            }
         }
-        done
     }
 
     /// The maps hold a snapshot.
