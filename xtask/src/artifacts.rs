@@ -186,6 +186,10 @@ pub(crate) fn product(repo: &Repo, profile: Profile) -> Result<PathBuf> {
         cargo.arg("--release");
     }
     cargo.env("WEIR_BPF_OBJECT", repo.bpf_object());
+    println!(
+        " … building weir-control, weir-agent, weirctl and weir-cni ({}); the first time takes minutes",
+        profile.folder()
+    );
     loud(&mut cargo).context("build weir-control, weir-agent, weirctl and weir-cni")?;
     Ok(product_dir(repo, profile))
 }

@@ -49,11 +49,11 @@ enum Task {
         /// Number of nodes.
         #[arg(long, default_value_t = 3)]
         nodes: u32,
-        /// Build with the dev profile.
-        #[arg(long, hide = true)]
+        /// Programs of the dev profile: quicker to build, slower to run.
+        #[arg(long)]
         dev: bool,
-        /// Use the programs of the last build.
-        #[arg(long, hide = true)]
+        /// Build nothing: run the programs of the last `cargo xtask build --release` (with --dev: of `cargo xtask build`).
+        #[arg(long)]
         no_build: bool,
     },
     /// Stop the cluster, remove everything of it and prove that nothing is left.
@@ -73,6 +73,18 @@ enum Task {
         /// Arguments of kubectl.
         #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
         args: Vec<String>,
+    },
+    /// Run a command on a node of the cluster (n1, n2, …), on its client or beside its control plane.
+    ///
+    /// `cargo xtask on n1 -- weirctl status` asks the agent of n1; without a command a shell starts.
+    On {
+        #[command(flatten)]
+        which: Which,
+        /// n1, n2, …, client or control.
+        place: String,
+        /// Command with its arguments.
+        #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
+        command: Vec<String>,
     },
     /// Run test tiers: all that this machine can run, or the named ones.
     Test {
@@ -161,6 +173,8 @@ fn run(task: Task) -> Result<ExitCode> {
         cluster::supervise::run(&dir)?;
         return Ok(ExitCode::SUCCESS);
     }
+    // What reads the output may end first, as `head` does: that ends this program as well, quietly.
+    sigpipe::reset();
     let repo = Repo::find()?;
     let ok = match task {
         Task::Up {
@@ -169,10 +183,9 @@ fn run(task: Task) -> Result<ExitCode> {
             dev,
             no_build,
         } => {
-            let profile = Profile::from_release(!dev);
             let wanted = cluster::up::Wanted {
                 nodes,
-                profile,
+                profile: Profile::from_release(!dev),
                 no_build,
             };
             cluster::up::up(&repo, &which.cluster(&repo)?, &wanted).map(|()| true)?
@@ -183,24 +196,24 @@ fn run(task: Task) -> Result<ExitCode> {
         }
         Task::Status { which } => cluster::status::status(&repo, &which.cluster(&repo)?)?,
         Task::Kubectl { which, args } => {
-            let status = cluster::api::kubectl(&repo, &which.cluster(&repo)?)?
-                .args(args)
-                .status()?;
+            let mut kubectl = cluster::api::kubectl(&repo, &which.cluster(&repo)?)?;
+            return Ok(exit_code(kubectl.args(args).status()?));
+        }
+        Task::On {
+            which,
+            place,
+            command,
+        } => {
+            cluster::require_root("on")?;
+            let status =
+                cluster::on::command(&which.cluster(&repo)?, &place, &command)?.status()?;
             return Ok(exit_code(status));
         }
         Task::Test { tiers } => test::run(&repo, &tiers)?,
         Task::Cases(which) => cases::run(&repo, &which)?,
         Task::Bench { what } => bench::run(&repo, &what)?,
-        Task::Vm { kernel } => {
-            let counts = vm::run(&repo, &kernel)?;
-            println!("{counts}");
-            counts.failed == 0
-        }
-        Task::Tidy => {
-            let counts = tidy::run(&repo)?;
-            println!("{counts}");
-            counts.failed == 0
-        }
+        Task::Vm { kernel } => passed(&vm::run(&repo, &kernel)?),
+        Task::Tidy => passed(&tidy::run(&repo)?),
         Task::Build { what, release } => build(&repo, what, release).map(|()| true)?,
         Task::Image { refresh } => make_images(&repo, refresh).map(|()| true)?,
         Task::Install => {
@@ -228,6 +241,12 @@ fn make_images(repo: &Repo, refresh: bool) -> Result<()> {
     let note = if made { "made" } else { "unchanged" };
     println!(" ✓ {} {note}: {}", path.display(), image::IMAGES.join(", "));
     Ok(())
+}
+
+/// Prints what a run came to. Returns whether nothing failed.
+fn passed(counts: &test::Counts) -> bool {
+    println!("{counts}");
+    counts.failed == 0
 }
 
 fn build(repo: &Repo, what: What, release: bool) -> Result<()> {

@@ -9,6 +9,7 @@ pub(crate) mod down;
 pub(crate) mod leftovers;
 pub(crate) mod network;
 pub(crate) mod node;
+pub(crate) mod on;
 pub(crate) mod process;
 pub(crate) mod status;
 pub(crate) mod supervise;

@@ -389,6 +389,7 @@ Next:
   kubectl expose deployment web --port=80
   kubectl run try --image=busybox --restart=Never -- wget -qO- http://web.default.svc.cluster.local
   kubectl wait pod/try --for=jsonpath='{{.status.phase}}'=Succeeded && kubectl logs try
+  cargo xtask on n1{extra} -- weirctl status     what the agent of a node knows and does
   cargo xtask status{extra}     what runs, where its logs are
   cargo xtask down{extra}       stop it all and prove that nothing is left",
         cluster.kubeconfig().display()
