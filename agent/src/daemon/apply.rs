@@ -133,6 +133,9 @@ impl Applier {
         if progress.routes_pending {
             route_errors.extend(self.apply_routes(progress).await);
         }
+        if !fatal && route_errors.is_empty() {
+            route_errors.extend(self.take_over(progress).await);
+        }
         progress.routes_pending = !route_errors.is_empty();
         let list = failures
             .as_mut()
@@ -337,6 +340,32 @@ impl Applier {
         }
         progress.addresses = pass.addresses;
         pass.errors.iter().map(ToString::to_string).collect()
+    }
+
+    /// Puts this agent's programs in the place of those of another version, if there are any: the tables are filled. The
+    /// copy on disk does not do: it may be older than what those enforce.
+    async fn take_over(&self, progress: &Progress) -> Option<String> {
+        if progress.origin == Origin::Disk || !self.kernel.is_taking_over() {
+            return None;
+        }
+        let (config, kernel, base) = (
+            Arc::clone(&self.config),
+            Arc::clone(&self.kernel),
+            Arc::clone(&self.base),
+        );
+        let work = tokio::task::spawn_blocking(move || {
+            kernel.take_over()?;
+            base.restore_all()?;
+            super::translate_sockets(&config, &kernel)
+        });
+        match work.await {
+            Ok(Ok(())) => {
+                tracing::info!("took over from the programs of another version");
+                None
+            }
+            Ok(Err(e)) => Some(crate::describe(&e)),
+            Err(e) => Some(format!("take over: {e}")),
+        }
     }
 
     fn mark(&self) -> PathBuf {

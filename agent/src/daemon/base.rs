@@ -148,6 +148,12 @@ impl Base {
         }
     }
 
+    /// Puts everything in place again, whatever was before.
+    pub(super) fn restore_all(&self) -> Result<()> {
+        *self.attached.lock().unwrap_or_else(PoisonError::into_inner) = Attached::default();
+        self.restore(&mut Netlink::open()?).map(drop)
+    }
+
     /// Compares what is with what was put in place, and repairs. Cheap when nothing changed.
     pub(super) fn restore(&self, netlink: &mut Netlink) -> Result<Links> {
         base::set_sysctls(&self.config.uplinks)?;

@@ -703,6 +703,21 @@ impl Kernel {
         lock(&self.programs).sizes()
     }
 
+    /// True while programs of another version of the layouts handle packets, with tables of their own.
+    #[must_use]
+    pub fn is_taking_over(&self) -> bool {
+        lock(&self.programs).is_taking_over()
+    }
+
+    /// Puts this agent's programs in the place of those of another version. To be called once the tables are filled; after
+    /// it, the node's own links, sockets and drivers are to be attached again. Flows that the others knew are not known.
+    ///
+    /// # Errors
+    /// [`KernelError`] names the pin that could not be moved or removed. Call again: what was done stays done.
+    pub fn take_over(&self) -> Result<(), KernelError> {
+        lock(&self.programs).take_over()
+    }
+
     /// Removes every pin and attachment below `bpffs`, of every ABI. Traffic through services stops.
     ///
     /// # Errors

@@ -53,7 +53,11 @@ impl PodPrograms for Enforced {
     }
 
     fn wait_for_policies(&self, ifindex: u32, patience: Duration) -> Result<(), String> {
-        self.enforcer.wait(ifindex, patience)
+        self.enforcer.wait(ifindex, patience)?;
+        if self.kernel.is_taking_over() {
+            return Err("the programs of another version are in place until the control plane has told the state".into());
+        }
+        Ok(())
     }
 
     fn set_host_ports(&self, host_ports: Vec<HostPort>) -> Result<(), AttachError> {

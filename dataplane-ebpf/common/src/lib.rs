@@ -38,7 +38,11 @@ pub use address::{Family, Port, V4, V6};
 pub use tables::Tables;
 
 /// Part of the pin path: a layout that changes takes a new number, so that programs never read maps of another shape.
-pub const ABI_VERSION: u32 = 3;
+pub const ABI_VERSION: u32 = 4;
+
+/// The oldest version of which every table has the shape that it has now: an agent of this version takes such tables over
+/// as they are, flows included. Those of any other version are made anew.
+pub const ABI_SAME_SINCE: u32 = 3;
 
 /// New flows that are remembered per address family, as candidates to be displaced in a full table.
 pub const RECENT_FLOWS: u32 = 8_192;

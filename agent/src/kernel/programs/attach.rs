@@ -17,7 +17,7 @@ use super::pins::open_link;
 use super::{Program, Programs, change, classifier};
 use crate::kernel::services::Wire;
 use crate::kernel::table::{Table, detach_link};
-use crate::kernel::{AttachError, HostLink, OverlayLink, PodLink};
+use crate::kernel::{AttachError, HostLink, KernelError, OverlayLink, PodLink};
 
 /// Our place among the filters of a kernel without TCX: fixed, so that a restart replaces its own filter.
 pub(super) const CLSACT_PRIORITY: u16 = 0x5745;
@@ -237,6 +237,21 @@ impl Programs {
         .map_err(failed("enter the host link", name))
     }
 
+    /// True while programs of another version handle what they are attached to, since this agent's tables are not filled
+    /// yet. Until then nothing that they are attached to gets programs of this agent.
+    pub(in crate::kernel) fn is_taking_over(&self) -> bool {
+        self.pins.has_others()
+    }
+
+    /// Leads what programs of another version are attached to to this agent's, each without a gap. Links of the node
+    /// itself, sockets and drivers are to be attached again after it.
+    pub(in crate::kernel) fn take_over(&mut self) -> Result<(), KernelError> {
+        self.pins.take_links()?;
+        self.pins.forget_others()?;
+        self.adopt_links();
+        Ok(())
+    }
+
     /// Leads pinned links to this agent's programs. Links whose interface has gone are forgotten.
     pub(super) fn adopt_links(&mut self) {
         for (ifindex, program) in self.pins.links().unwrap_or_default() {
@@ -300,6 +315,10 @@ impl Programs {
 
     fn attach(&mut self, program: Program, ifindex: u32, name: &str) -> Result<(), Cause> {
         let path = self.pins.link(ifindex, program);
+        // Filters are not pinned: any link may have one of the other version.
+        if self.pins.is_others(&path) || (self.pins.has_others() && !uses_tcx()) {
+            return Ok(());
+        }
         if path.exists() {
             if self.update_link(ifindex, program).is_ok() {
                 return Ok(());

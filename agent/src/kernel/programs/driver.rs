@@ -29,8 +29,11 @@ pub enum DriverError {
 
 impl Programs {
     /// Gives the driver of an uplink its program, or leads the one that is there to this agent's. On failure none is
-    /// left.
+    /// left. One of another version stays until it is taken over.
     pub(in crate::kernel) fn attach_driver(&mut self, name: &str) -> Result<(), DriverError> {
+        if self.is_taking_over() {
+            return Ok(());
+        }
         let ifindex = nix::net::if_::if_nametoindex(name)
             .map_err(|errno| DriverError::Interface(errno.into()))?;
         let program = self.load_driver().map_err(DriverError::Load)?;

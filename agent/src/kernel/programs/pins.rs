@@ -1,11 +1,13 @@
 //! Where things are pinned: `BPFFS/weir/v<ABI>/{maps,programs,links}`.
 
+use std::collections::BTreeMap;
 use std::io;
 use std::path::{Path, PathBuf};
 
 use aya::programs::TcAttachType;
 use aya::programs::links::{Link as _, PinnedLink};
 use aya::programs::tc::SchedClassifierLink;
+use dataplane_common::{ABI_SAME_SINCE, ABI_VERSION};
 
 use super::attach::{CLSACT_HANDLE, CLSACT_PRIORITY};
 use super::{Program, SocketHook, driver};
@@ -21,9 +23,12 @@ pub(super) struct Pins {
     maps: PathBuf,
     programs: PathBuf,
     links: PathBuf,
+    /// Roots of other versions, whose programs handle the packets until this agent's tables are filled.
+    others: Vec<PathBuf>,
 }
 
 impl Pins {
+    /// Folders of this version; those of an earlier one whose tables have the same shapes become them.
     pub(super) fn create(bpffs: &Path) -> Result<Self, KernelError> {
         let failed = |source| KernelError::Pin {
             attempted: "look at",
@@ -34,13 +39,27 @@ impl Pins {
         if kind.filesystem_type() != nix::sys::statfs::BPF_FS_MAGIC {
             return Err(KernelError::NotBpffs { path: bpffs.into() });
         }
-        let root = bpffs
-            .join(ROOT)
-            .join(format!("v{}", dataplane_common::ABI_VERSION));
+        let root = bpffs.join(ROOT).join(format!("v{ABI_VERSION}"));
+        let mut others = versions(&bpffs.join(ROOT)).map_err(failed)?;
+        if others.remove(&ABI_VERSION).is_none()
+            && let Some((version, same)) = others
+                .range(ABI_SAME_SINCE..ABI_VERSION)
+                .next_back()
+                .map(|(version, path)| (*version, path.clone()))
+        {
+            std::fs::rename(&same, &root).map_err(|source| KernelError::Pin {
+                attempted: "take over",
+                path: same,
+                source,
+            })?;
+            others.remove(&version);
+            tracing::info!(version, "took over the tables of an earlier version");
+        }
         let pins = Self {
             maps: root.join("maps"),
             programs: root.join("programs"),
             links: root.join("links"),
+            others: others.into_values().collect(),
         };
         for path in [&pins.maps, &pins.programs, &pins.links] {
             std::fs::create_dir_all(path).map_err(|source| KernelError::Pin {
@@ -54,6 +73,52 @@ impl Pins {
 
     pub(super) fn maps(&self) -> &Path {
         &self.maps
+    }
+
+    /// True while programs of another version may be attached.
+    pub(super) fn has_others(&self) -> bool {
+        !self.others.is_empty()
+    }
+
+    /// True when a link of another version is pinned by the name of this one.
+    pub(super) fn is_others(&self, link: &Path) -> bool {
+        let name = link.file_name().unwrap_or_default();
+        let mut links = self.others.iter().map(|other| other.join("links"));
+        links.any(|folder| folder.join(name).exists())
+    }
+
+    /// Moves the pinned links of other versions to this one's. One that is there already stays.
+    pub(super) fn take_links(&self) -> Result<(), KernelError> {
+        for other in &self.others {
+            let links = other.join("links");
+            let failed = |source| KernelError::Pin {
+                attempted: "take over the links in",
+                path: links.clone(),
+                source,
+            };
+            let entries = match std::fs::read_dir(&links) {
+                Ok(entries) => entries,
+                Err(error) if error.kind() == io::ErrorKind::NotFound => continue,
+                Err(error) => return Err(failed(error)),
+            };
+            for entry in entries {
+                let entry = entry.map_err(failed)?;
+                let own = self.links.join(entry.file_name());
+                if !own.exists() {
+                    std::fs::rename(entry.path(), own).map_err(failed)?;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Removes what is left of other versions: their tables go with the last program that uses them.
+    pub(super) fn forget_others(&mut self) -> Result<(), KernelError> {
+        while let Some(other) = self.others.last() {
+            remove_below(other, &mut Vec::new())?;
+            self.others.pop();
+        }
+        Ok(())
     }
 
     pub(super) fn program(&self, program: Program) -> PathBuf {
@@ -100,6 +165,25 @@ impl Pins {
         }
         Ok(found)
     }
+}
+
+/// The folders of all versions.
+fn versions(root: &Path) -> io::Result<BTreeMap<u32, PathBuf>> {
+    let entries = match std::fs::read_dir(root) {
+        Ok(entries) => entries,
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(BTreeMap::new()),
+        Err(error) => return Err(error),
+    };
+    let mut found = BTreeMap::new();
+    for entry in entries {
+        let entry = entry?;
+        let name = entry.file_name();
+        let version = name.to_str().and_then(|name| name.strip_prefix('v'));
+        if let Some(version) = version.and_then(|number| number.parse().ok()) {
+            found.insert(version, entry.path());
+        }
+    }
+    Ok(found)
 }
 
 /// Removes all pins, and with them the attachments; filters of kernels without TCX are removed from every interface.

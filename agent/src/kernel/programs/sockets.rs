@@ -285,8 +285,11 @@ fn is_unified(path: &Path) -> bool {
 
 impl Programs {
     /// Attaches the socket hooks to `cgroup`, or leads those that are there to this agent's programs. To be called in
-    /// the node's network namespace. On failure none is left.
+    /// the node's network namespace. On failure none is left. Hooks of another version stay until they are taken over.
     pub(in crate::kernel) fn attach_sockets(&mut self, cgroup: &Path) -> Result<(), SocketError> {
+        if self.is_taking_over() {
+            return Ok(());
+        }
         let attached = self.try_attach_sockets(cgroup);
         if attached.is_err()
             && let Err(error) = self.detach_sockets()

@@ -24,6 +24,8 @@ use crate::topology::Namespace;
 
 const WATCH_BUFFER: usize = 65_536;
 const LOOK_EVERY: Duration = Duration::from_millis(5);
+/// A control plane that starts anew has its policies no earlier.
+const SLOW_READ: Duration = Duration::from_millis(1500);
 
 type Key = (String, String, String);
 
@@ -33,6 +35,8 @@ struct Inner {
     objects: BTreeMap<Key, Arc<Value>>,
     history: Vec<(String, WatchEvent)>,
     watchers: Vec<(String, mpsc::Sender<WatchEvent>)>,
+    /// Lists of policies are answered from then on.
+    policies_from: Option<Instant>,
 }
 
 /// Objects in memory; every change has its revision.
@@ -169,6 +173,11 @@ impl ObjectClient for Objects {
     }
 
     async fn list(&self, r: Resource, namespace: &str) -> Result<List, ApiError> {
+        let slow = r.plural.ends_with("networkpolicies");
+        let from = lock(&self.inner).policies_from.filter(|_| slow);
+        if let Some(from) = from {
+            tokio::time::sleep_until(from.into()).await;
+        }
         let revision = self.revision();
         let mut items = self.all(r.plural);
         items.retain(|o| namespace.is_empty() || o["metadata"]["namespace"] == namespace);
@@ -254,37 +263,35 @@ impl ObjectClient for Objects {
 #[derive(Debug)]
 pub(in crate::cases) struct Control {
     pub(in crate::cases) objects: Arc<Objects>,
-    status: FeedStatus,
+    server: FeedServer,
     authority: Authority,
     pub(in crate::cases) address: SocketAddr,
-    shutdown: CancellationToken,
-    thread: Option<std::thread::JoinHandle<()>>,
     folder: PathBuf,
+    network: Network,
 }
 
-impl Control {
-    /// Starts the feed server inside a namespace.
-    ///
-    /// # Errors
-    /// When certificates cannot be made or the address cannot be had.
-    pub(in crate::cases) fn start(
+/// A feed server in a thread of its own; ends with the value.
+#[derive(Debug)]
+struct FeedServer {
+    status: FeedStatus,
+    shutdown: CancellationToken,
+    thread: Option<std::thread::JoinHandle<()>>,
+}
+
+impl FeedServer {
+    fn start(
+        objects: &Arc<Objects>,
         namespace: &Arc<Namespace>,
         address: SocketAddr,
         folder: &Path,
         network: &Network,
     ) -> Result<Self> {
-        let objects = Arc::new(Objects::default());
-        for name in ["default", "kube-system"] {
-            let namespace =
-                json!({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name}});
-            objects.put(resources::NAMESPACES.plural, namespace);
-        }
         let pki = Pki::open(folder, &["weir-control".to_owned()], &[address.ip()])?;
         let tls = FeedTls {
             ca_pem: pki.ca_pem.clone(),
             server: pki.server.clone(),
         };
-        let client: Arc<dyn ObjectClient> = Arc::clone(&objects) as _;
+        let client: Arc<dyn ObjectClient> = Arc::clone(objects) as _;
         let feed = Feed::new(client, &tls, network);
         let status = feed.status();
         let shutdown = CancellationToken::new();
@@ -308,16 +315,70 @@ impl Control {
             let _told = ready.send(ran);
         });
         is_ready.recv().context("the feed server ended early")??;
-        let authority = Authority::load(folder)?;
         Ok(Self {
-            objects,
             status,
-            authority,
-            address,
             shutdown,
             thread: Some(thread),
-            folder: folder.into(),
         })
+    }
+
+    fn stop(&mut self) {
+        self.shutdown.cancel();
+        if let Some(thread) = self.thread.take() {
+            let _ended = thread.join();
+        }
+    }
+}
+
+impl Drop for FeedServer {
+    fn drop(&mut self) {
+        self.stop();
+    }
+}
+
+impl Control {
+    /// Starts the feed server inside a namespace.
+    ///
+    /// # Errors
+    /// When certificates cannot be made or the address cannot be had.
+    pub(in crate::cases) fn start(
+        namespace: &Arc<Namespace>,
+        address: SocketAddr,
+        folder: &Path,
+        network: &Network,
+    ) -> Result<Self> {
+        let objects = Arc::new(Objects::default());
+        for name in ["default", "kube-system"] {
+            let namespace =
+                json!({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name}});
+            objects.put(resources::NAMESPACES.plural, namespace);
+        }
+        let server = FeedServer::start(&objects, namespace, address, folder, network)?;
+        Ok(Self {
+            objects,
+            server,
+            authority: Authority::load(folder)?,
+            address,
+            folder: folder.into(),
+            network: network.clone(),
+        })
+    }
+
+    /// Another feed server on the same objects, which are slow to be read: policies come last.
+    ///
+    /// # Errors
+    /// As [`Self::start`].
+    pub(in crate::cases) fn restart(&mut self, namespace: &Arc<Namespace>) -> Result<()> {
+        self.server.stop();
+        lock(&self.objects.inner).policies_from = Some(Instant::now() + SLOW_READ);
+        self.server = FeedServer::start(
+            &self.objects,
+            namespace,
+            self.address,
+            &self.folder,
+            &self.network,
+        )?;
+        Ok(())
     }
 
     /// Writes a node's certificate, key and CA; the `[feed]` section that names them.
@@ -348,7 +409,7 @@ impl Control {
         let deadline = Instant::now() + limit;
         loop {
             // What a node that is away has applied says nothing of the agent that is to come.
-            let present = self.status.nodes();
+            let present = self.server.status.nodes();
             let is_behind = |name: &&String| {
                 present
                     .get(*name)
@@ -366,7 +427,7 @@ impl Control {
     pub(in crate::cases) fn part(&self, node: &str, limit: Duration) {
         let deadline = Instant::now() + limit;
         let follows = || {
-            let nodes = self.status.nodes();
+            let nodes = self.server.status.nodes();
             nodes.get(node).is_some_and(|status| status.connected)
         };
         while follows() && Instant::now() < deadline {
@@ -378,7 +439,7 @@ impl Control {
     #[must_use]
     pub(in crate::cases) fn standing(&self, node: &str) -> String {
         let wanted = self.objects.revision();
-        let Some(status) = self.status.nodes().remove(node) else {
+        let Some(status) = self.server.status.nodes().remove(node) else {
             return format!("{node} has never followed the feed (revision {wanted})");
         };
         let connection = if status.connected {
@@ -395,15 +456,6 @@ impl Control {
             "{node} is {connection}, at revision {} of {wanted}, {error}",
             status.applied_revision
         )
-    }
-}
-
-impl Drop for Control {
-    fn drop(&mut self) {
-        self.shutdown.cancel();
-        if let Some(thread) = self.thread.take() {
-            let _ended = thread.join();
-        }
     }
 }
 

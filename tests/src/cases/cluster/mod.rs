@@ -72,7 +72,7 @@ pub(in crate::cases) struct Cluster {
     pub(in crate::cases) externals: BTreeMap<String, External>,
     pub(in crate::cases) control: Control,
     pub(in crate::cases) router: Namespace,
-    _control_namespace: Arc<Namespace>,
+    control_namespace: Arc<Namespace>,
     pub(in crate::cases) segments: Vec<Segment>,
     pub(in crate::cases) binaries: Binaries,
     /// What socket hooks are attached to, with all processes of pods and nodes; none leaves them out.
@@ -183,7 +183,7 @@ impl Cluster {
             externals: BTreeMap::new(),
             control,
             router,
-            _control_namespace: control_namespace,
+            control_namespace,
             segments,
             binaries: binaries.clone(),
             cgroup: binaries.sockets.then(Cgroup::for_processes).transpose()?,
@@ -349,6 +349,14 @@ impl Cluster {
         let gone = self.gone.get(&spec::normal_key(reference));
         gone.cloned()
             .with_context(|| format!("no address of {reference}"))
+    }
+
+    /// The control side ends and starts anew on the same objects.
+    ///
+    /// # Errors
+    /// When it does not start.
+    pub(in crate::cases) fn restart_control(&mut self) -> Result<()> {
+        self.control.restart(&self.control_namespace)
     }
 
     /// Cuts or mends the way of all agents to the control side.

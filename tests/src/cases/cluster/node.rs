@@ -72,6 +72,11 @@ pub(in crate::cases) fn dataplane_section(options: &Map<String, Value>) -> Resul
 }
 
 impl Node {
+    /// Names of its links into segments.
+    pub(in crate::cases) fn uplinks(&self) -> impl Iterator<Item = &str> {
+        self.plugs.iter().map(|plug| plug.link.as_str())
+    }
+
     /// Whether an agent was started here and not stopped since.
     #[must_use]
     pub(in crate::cases) fn has_agent(&self) -> bool {

@@ -235,6 +235,14 @@ pub(super) enum AgentChange {
     GracefulRestart,
     ApiDown,
     ApiUp,
+    /// Killed, and started on the tables of an earlier version whose layouts are the same.
+    Upgrade,
+    /// Killed, and started beside the tables and programs of a version with other layouts.
+    UpgradeLayouts,
+    /// The control plane is started anew on its store, which takes a while to be read.
+    StoreRestart,
+    /// Agents are killed, and what the machine forgets when it stops is gone: programs, tables, pods. Pods are made again.
+    Boot,
 }
 
 #[derive(Clone, Debug, Deserialize)]

@@ -2,18 +2,19 @@
 
 mod flows;
 mod probes;
+mod restarts;
 mod sampling;
 mod sctp;
 
 use std::collections::BTreeMap;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
 use serde_json::{Value, json};
 
 use self::flows::Flow;
 use self::sampling::Sampler;
-use super::case::{AgentChange, Change, Expectation, Step, Traffic};
+use super::case::{Change, Expectation, Step, Traffic};
 use super::layout::{self, Listeners};
 use super::oracle;
 use super::world::{Key, World, key_of};
@@ -26,8 +27,6 @@ use crate::cases::cluster::{Binaries, Cluster, listen};
 const PROGRAMMED_WITHIN: Duration = Duration::from_secs(30);
 /// Continuous probes go on so long after a step's changes are in force.
 const HOLDS_FOR: Duration = Duration::from_millis(400);
-/// An agent that starts without a control plane serves by then.
-const SERVES_WITHIN: Duration = Duration::from_secs(60);
 
 /// A case under way.
 #[derive(Debug)]
@@ -349,46 +348,6 @@ impl Run<'_> {
             .filter(|n| !self.world.namespaces.contains_key(*n))
         {
             objects.remove("namespaces", "", name);
-        }
-        Ok(())
-    }
-
-    fn agent(&mut self, what: AgentChange) -> Result<()> {
-        let names: Vec<String> = self.cluster.nodes.keys().cloned().collect();
-        match what {
-            AgentChange::Kill => names
-                .iter()
-                .try_for_each(|n| self.cluster.stop_agent(n, true)),
-            AgentChange::Start => self.start_agents(&names),
-            AgentChange::GracefulRestart => {
-                for name in &names {
-                    self.cluster.stop_agent(name, false)?;
-                }
-                self.start_agents(&names)
-            }
-            AgentChange::ApiDown => self.cluster.set_outage(true),
-            AgentChange::ApiUp => {
-                self.cluster.set_outage(false)?;
-                self.programmed()
-            }
-        }
-    }
-
-    fn start_agents(&mut self, names: &[String]) -> Result<()> {
-        self.cluster.start_agents(names)?;
-        if !self.cluster.outage {
-            return Ok(());
-        }
-        // Nobody hears what they confirm: they are up when they answer the runtime.
-        let deadline = Instant::now() + SERVES_WITHIN;
-        for name in names {
-            while let Err(e) = self.cluster.status(name) {
-                self.cluster.alive()?;
-                if Instant::now() >= deadline {
-                    return Err(e.context(format!("the agent of {name} does not serve")));
-                }
-                std::thread::sleep(Duration::from_millis(50));
-            }
         }
         Ok(())
     }

@@ -236,10 +236,15 @@ impl Model {
         match what {
             AgentChange::Kill => self.chain.stop_agents(),
             AgentChange::Start => self.chain.start_agents(),
-            AgentChange::GracefulRestart => {
+            AgentChange::GracefulRestart
+            | AgentChange::Upgrade
+            | AgentChange::UpgradeLayouts
+            | AgentChange::Boot => {
                 self.chain.stop_agents();
                 self.chain.start_agents();
             }
+            // The model's index is always whole.
+            AgentChange::StoreRestart => {}
             AgentChange::ApiDown | AgentChange::ApiUp => {
                 self.api = what == AgentChange::ApiUp;
                 self.chain.set_api(self.api);
