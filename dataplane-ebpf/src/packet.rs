@@ -7,7 +7,9 @@ use aya_ebpf::programs::TcContext;
 use dataplane_common::address::{SCTP, TCP, UDP};
 use dataplane_common::fragment::Extent;
 use dataplane_common::icmp::{Messages, Related};
-use dataplane_common::packet::{Decision, ERROR, FRAGMENT, LATER_FRAGMENT, Packet, WITH_PORTS};
+use dataplane_common::packet::{
+    Decision, ERROR, FRAGMENT, LATER_FRAGMENT, Packet, ROUTER, WITH_PORTS,
+};
 use dataplane_common::path::Scratch;
 use dataplane_common::sctp;
 use dataplane_common::{Port, V4, V6};
@@ -18,7 +20,7 @@ pub(crate) const ARP: u16 = 0x0806;
 
 pub(crate) const ETHERNET_HEADER: u32 = 14;
 const IPV6_HEADER: u32 = 40;
-/// More extension headers than this are not looked through: the packet goes without ports.
+/// Packets with more extension headers than this are malformed: nobody can tell what is behind them.
 const MAX_EXTENSION_HEADERS: u32 = 4;
 
 /// A packet's headers and where they are.
@@ -195,6 +197,9 @@ fn read_identifier<A: Headers>(context: &TcContext, parsed: &mut Parsed<A>) {
         if A::is_error(kind) {
             parsed.packet.flags |= ERROR;
         }
+        if A::is_of_router(kind) {
+            parsed.packet.flags |= ROUTER;
+        }
     }
 }
 
@@ -359,6 +364,14 @@ impl Headers for V6 {
             } else {
                 break;
             }
+        }
+        let is_extension = protocol == HOP_BY_HOP
+            || protocol == ROUTING
+            || protocol == DESTINATION
+            || protocol == FRAGMENT_HEADER;
+        // Of a later fragment, what is behind its header is no header of the packet's.
+        if first && is_extension {
+            return parsed;
         }
         parsed.valid = true;
         parsed.transport = offset;

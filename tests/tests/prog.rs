@@ -1,6 +1,8 @@
 //! The `prog` tier: the eBPF programs under `BPF_PROG_TEST_RUN`. A packet in, a verdict, a packet out; every checksum
 //! is computed from scratch. Needs root and an embedded object.
 
+#[path = "prog/attacks.rs"]
+mod attacks;
 #[path = "prog/drivers.rs"]
 mod drivers;
 #[path = "prog/flows.rs"]

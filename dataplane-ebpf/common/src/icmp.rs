@@ -21,6 +21,9 @@ pub trait Messages: Family {
 
     /// An error about a packet that is quoted in it. Redirects are none: they are about a link (RFC 5508, section 7.3).
     fn is_error(kind: u8) -> bool;
+
+    /// Advertisements and redirects of routers.
+    fn is_of_router(kind: u8) -> bool;
 }
 
 impl Messages for V4 {
@@ -40,6 +43,13 @@ impl Messages for V4 {
             DESTINATION_UNREACHABLE | SOURCE_QUENCH | TIME_EXCEEDED | PARAMETER_PROBLEM
         )
     }
+
+    #[inline(always)]
+    fn is_of_router(kind: u8) -> bool {
+        const REDIRECT: u8 = 5;
+        const ADVERTISEMENT: u8 = 9;
+        matches!(kind, REDIRECT | ADVERTISEMENT)
+    }
 }
 
 impl Messages for V6 {
@@ -53,6 +63,13 @@ impl Messages for V6 {
         const DESTINATION_UNREACHABLE: u8 = 1;
         const PARAMETER_PROBLEM: u8 = 4;
         (DESTINATION_UNREACHABLE..=PARAMETER_PROBLEM).contains(&kind)
+    }
+
+    #[inline(always)]
+    fn is_of_router(kind: u8) -> bool {
+        const ADVERTISEMENT: u8 = 134;
+        const REDIRECT: u8 = 137;
+        matches!(kind, ADVERTISEMENT | REDIRECT)
     }
 }
 

@@ -39,6 +39,8 @@ pub const FRAGMENT: u16 = 2;
 pub const LATER_FRAGMENT: u16 = 4;
 /// An ICMP error: it quotes the packet that it is about.
 pub const ERROR: u16 = 8;
+/// An ICMP message by which a router tells of itself or of other ways: pods are no routers.
+pub const ROUTER: u16 = 16;
 
 impl<A: Family> Packet<A> {
     #[inline(always)]

@@ -8,7 +8,7 @@ use crate::layout::{
     ENDPOINT_NODE, ENDPOINT_PEER, ENDPOINT_READY, Endpoint, FLOW_DSR, FLOW_PLAIN, FLOW_SERVICE,
     Flow, FlowKey, FrontendKey, LINK_HAS_V4, LINK_HAS_V6, LINK_HOST, Link, Remembered, SCOPE_ALL,
 };
-use crate::packet::{Action, Decision, Packet, Translation};
+use crate::packet::{Action, Decision, Packet, ROUTER, Translation};
 use crate::policy::{Ends, Verdict, judge};
 use crate::reason::{DropReason, Event};
 use crate::tables::{Inserted, Tables};
@@ -161,11 +161,14 @@ pub fn from_pod<A: LinkAddress, T: Tables<A>>(
     link: &Link,
     packet: &Packet<A>,
 ) -> Decision<A> {
+    let hook = hook_of(link);
+    if hook == Hook::Pod && packet.flags & ROUTER != 0 {
+        return Decision::drop(packet, DropReason::SpoofedSource);
+    }
     // What the kernel says on every link (solicitations, group reports) asks for no service.
     if A::is_neighbour_discovery(packet) {
         return Decision::untouched(packet, Action::Stack);
     }
-    let hook = hook_of(link);
     if hook == Hook::Pod && !A::owned_by(&packet.source, link) {
         return Decision::drop(packet, DropReason::SpoofedSource);
     }

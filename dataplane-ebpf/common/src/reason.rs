@@ -35,11 +35,11 @@ numbered! {
     DropReason {
         /// No drop: the number of a decision that lets the packet go on.
         None = "none",
-        /// A header is cut short or contradicts itself.
+        /// A header is cut short or contradicts itself, or there are more IPv6 extension headers than are looked through.
         Malformed = "malformed",
         /// A program runs on a link that is not in the link table.
         UnknownLink = "unknown_link",
-        /// A pod sent a source address that is not its own.
+        /// A pod sent a source address that is not its own, or what only a router may say.
         SpoofedSource = "spoofed_source",
         /// A pod sent something that is neither IPv4, IPv6 nor ARP.
         UnsupportedProtocol = "unsupported_protocol",

@@ -22,7 +22,7 @@ pub struct Ip {
     pub protocol: u8,
     /// Identification, offset in bytes, more to come.
     pub fragment: Option<(u16, u16, bool)>,
-    /// Words of four bytes of options, IPv4; or one extension header of eight bytes when not zero, IPv6.
+    /// Words of four bytes of options, IPv4; or extension headers of eight bytes, IPv6.
     pub options: usize,
     /// Time to live, or hop limit.
     pub hops: u8,
@@ -86,7 +86,7 @@ impl Ip {
                     chain = extension;
                     next = FRAGMENT;
                 }
-                if self.options > 0 {
+                for _ in 0..self.options {
                     let mut extension = vec![next, 0, 1, 4, 0, 0, 0, 0];
                     extension.extend(&chain);
                     chain = extension;

@@ -1,6 +1,6 @@
 //! The repository's own cases on real agents. Policies: closed pods, labels that come and go, flows that are revoked,
-//! agents that are killed and started without a control plane, with continuous probes all the while. Services: bad input,
-//! sizes and underlays that the handed cases leave out.
+//! agents that are killed, exchanged, and started without a control plane, with continuous probes all the while. Services: bad
+//! input, sizes and underlays that the handed cases leave out, and policies together with what translates and wraps packets.
 
 use std::path::Path;
 use std::process::Command;
@@ -11,7 +11,7 @@ use super::support::{program, skipped};
 /// What follows is heavy on processes: two worlds at once are enough.
 const JOBS: &str = "2";
 
-fn own_cases_hold(test: &str, kind: &str) {
+fn own_cases_hold(test: &str, kind: &str, more: &[&str]) {
     if skipped(test) {
         return;
     }
@@ -29,20 +29,28 @@ fn own_cases_hold(test: &str, kind: &str) {
         .arg(program("weir-agent", "weir-agent"))
         .arg("--cni")
         .arg(program("weir-cni", "weir-cni"))
+        .args(more)
         .output()
         .unwrap();
     let said = String::from_utf8_lossy(&output.stdout);
-    let more = String::from_utf8_lossy(&output.stderr);
-    assert!(output.status.success(), "{said}\n{more}");
+    let errors = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success(), "{said}\n{errors}");
     println!("{said}");
 }
 
 #[test]
 fn own_policy_cases_hold_on_real_agents() {
-    own_cases_hold("own_policy_cases_hold_on_real_agents", "policy");
+    own_cases_hold("own_policy_cases_hold_on_real_agents", "policy", &[]);
 }
 
 #[test]
 fn own_service_cases_hold_on_real_agents() {
-    own_cases_hold("own_service_cases_hold_on_real_agents", "service");
+    own_cases_hold("own_service_cases_hold_on_real_agents", "service", &[]);
+}
+
+/// Both ends of a policy are asked, whoever translates.
+#[test]
+fn policies_hold_where_sockets_are_translated() {
+    let test = "policies_hold_where_sockets_are_translated";
+    own_cases_hold(test, "service", &["--sockets", "--only", "policies"]);
 }
