@@ -136,11 +136,16 @@ struct Inner {
     peers: NameMap<PolicyPeer>,
     /// As the compiler has to know them.
     locals: Locals,
-    /// Pods that an earlier agent attached, while nobody spoke of policies: they go on.
+    /// Pods that an earlier agent attached, while nobody spoke of policies: they go on. And those that are open since the
+    /// control plane does not speak of them.
     unspoken: BTreeMap<u32, LocalPod>,
     /// As the maps hold them.
     domains: Arc<DomainAnswers>,
     domain_file: DomainFile,
+    /// The control plane does not speak of policies.
+    untold: bool,
+    /// Pods that this agent shut while it kept what is in the maps.
+    newcomers: BTreeSet<u32>,
     told: BTreeSet<u32>,
     /// Flows were judged by what is in the maps now. Not known of those that an earlier agent left.
     judged: bool,
@@ -208,6 +213,8 @@ impl Enforcer {
             unspoken: BTreeMap::new(),
             domains: domains.answers(),
             domain_file,
+            untold: false,
+            newcomers: BTreeSet::new(),
             told: BTreeSet::new(),
             judged: false,
         };
@@ -233,12 +240,23 @@ impl Enforcer {
         &self.stats
     }
 
-    /// Makes the maps equal to what the desired state says.
+    /// Makes the maps equal to what the desired state says. A control plane that does not speak of policies changes nothing
+    /// of what is known, and leaves pods open of which nothing is.
     ///
     /// # Errors
     /// [`PolicyError`]; call again, with all that changed meanwhile.
     pub fn apply(&self, state: &DesiredState, changes: &Changes) -> Result<Report, PolicyError> {
         let mut inner = self.lock();
+        if !state.config.policies {
+            if !inner.untold {
+                inner.untold = true;
+                tracing::error!(
+                    "the control plane does not speak of policies: what it told before goes on, pods that it never told of are open; upgrade it"
+                );
+            }
+            return self.open_untold(&mut inner);
+        }
+        inner.untold = false;
         inner.policies = state.policies.clone();
         inner.peers = state.policy_peers.clone();
         let first = inner.stage == Stage::Keeping;
@@ -275,9 +293,14 @@ impl Enforcer {
         inner.unspoken.remove(&ifindex);
         inner.locals.pods.insert(ifindex, pod.clone());
         if inner.stage == Stage::Keeping {
-            return self.shut_unknown(&mut inner, &[ifindex]);
+            self.shut_unknown(&mut inner, &[ifindex])?;
+        } else {
+            self.update(&mut inner, &Changes::default())?;
         }
-        self.update(&mut inner, &Changes::default()).map(drop)
+        if inner.untold {
+            self.open_untold(&mut inner)?;
+        }
+        Ok(())
     }
 
     /// As [`Self::enter`], of all pods that an earlier agent attached.
@@ -314,6 +337,7 @@ impl Enforcer {
     pub fn leave(&self, ifindex: u32) -> Result<(), PolicyError> {
         let mut inner = self.lock();
         inner.unspoken.remove(&ifindex);
+        inner.newcomers.remove(&ifindex);
         if inner.locals.pods.remove(&ifindex).is_none() || inner.stage == Stage::Keeping {
             return Ok(());
         }
@@ -346,14 +370,49 @@ impl Enforcer {
             return Ok(());
         };
         let operations = planner.shut_unknown(pods);
-        self.maps.write(&operations).map_err(PolicyError::from)
+        self.maps.write(&operations)?;
+        let shut = operations.iter().filter_map(|operation| match operation {
+            Operation::PutPod(ifindex, _) => Some(*ifindex),
+            _ => None,
+        });
+        inner.newcomers.extend(shut);
+        Ok(())
+    }
+
+    /// Opens pods of which the control plane never spoke, since it does not speak of any.
+    fn open_untold(&self, inner: &mut Inner) -> Result<Report, PolicyError> {
+        if inner.stage == Stage::Keeping {
+            let newcomers = std::mem::take(&mut inner.newcomers);
+            if let Some(planner) = &mut inner.planner {
+                self.maps.write(&planner.open(&newcomers))?;
+            }
+            inner.open(newcomers);
+            self.open_told(inner);
+            return Ok(Report::default());
+        }
+        let mut report = self.update(inner, &Changes::default())?;
+        let compiled = inner.compiler.compiled();
+        let unknown = |ifindex: &&u32| compiled.why_shut(**ifindex) == Some(&Shut::Unknown);
+        let unknown: BTreeSet<u32> = inner.locals.pods.keys().filter(unknown).copied().collect();
+        if !unknown.is_empty() {
+            inner.open(unknown);
+            report = self.update(inner, &Changes::default())?;
+        }
+        self.open_told(inner);
+        Ok(report)
+    }
+
+    fn open_told(&self, inner: &Inner) {
+        self.stats.untold(inner.unspoken.len());
+        self.changed.notify_all();
     }
 
     fn update(&self, inner: &mut Inner, changes: &Changes) -> Result<Report, PolicyError> {
         if inner.stage == Stage::Keeping {
             return Ok(Report::default());
         }
-        if !inner.peers.is_empty() {
+        if !inner.untold && !inner.peers.is_empty() {
+            self.stats.untold(0);
             let spoken = std::mem::take(&mut inner.unspoken);
             inner.locals.pods.extend(spoken);
         }
@@ -515,6 +574,9 @@ pub struct View<'a> {
 impl Inner {
     /// What a pod's policies still wait for.
     fn missing(&self, ifindex: u32) -> Option<String> {
+        if self.untold && self.unspoken.contains_key(&ifindex) {
+            return None;
+        }
         if self.stage == Stage::Keeping {
             return Some("the control plane has not told this agent any policies yet".into());
         }
@@ -525,6 +587,20 @@ impl Inner {
             Some(PodState::Shut(why @ (Shut::Unknown | Shut::Missing(_)))) => Some(why.to_string()),
             Some(_) => None,
             None => Some("the pod is not attached".into()),
+        }
+    }
+
+    /// These pods are nobody's that policies could be about.
+    fn open(&mut self, pods: BTreeSet<u32>) {
+        for ifindex in pods {
+            let Some(pod) = self.locals.pods.get_mut(&ifindex) else {
+                continue;
+            };
+            if let Some(name) = &pod.name {
+                tracing::warn!(pod = %name, "open: the control plane does not speak of policies");
+                self.unspoken.insert(ifindex, pod.clone());
+                pod.name = None;
+            }
         }
     }
 

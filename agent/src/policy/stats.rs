@@ -26,6 +26,7 @@ pub struct Stats {
     rules: Gauge,
     identities: Gauge,
     shut: Gauge,
+    untold: Gauge,
     compile: Histogram,
 }
 
@@ -36,6 +37,7 @@ impl Default for Stats {
             rules: Gauge::default(),
             identities: Gauge::default(),
             shut: Gauge::default(),
+            untold: Gauge::default(),
             compile: Histogram::new(BUCKETS),
         }
     }
@@ -64,10 +66,19 @@ impl Stats {
             self.shut.clone(),
         );
         registry.register(
+            "weir_policy_untold_pods",
+            "Pods that are open since the control plane does not speak of policies",
+            self.untold.clone(),
+        );
+        registry.register(
             "weir_policy_compile_duration_seconds",
             "Time to compile a change of policies, peers or pods",
             self.compile.clone(),
         );
+    }
+
+    pub(super) fn untold(&self, pods: usize) {
+        self.untold.set(number(pods));
     }
 
     pub(super) fn compiled(&self, took: Duration) {

@@ -58,6 +58,7 @@ const STRANGER: &str = "10.1.0.3";
 /// A policy that lets friends in, the pods `a` and `b` of this node that it selects, and a friend elsewhere.
 fn state() -> DesiredState {
     let mut state = DesiredState::default();
+    state.config.policies = true;
     let set = PeerSet {
         id: vec![1; 16],
         text: "friends".into(),
@@ -218,6 +219,48 @@ fn a_pod_that_was_not_attached_is_entered_anew() {
     assert_eq!(node.maps.pod(7), None);
     agent.enter(7, &pod("a", 1)).unwrap();
     assert!(node.maps.lets_in(7, FRIEND) && !node.maps.lets_in(7, STRANGER));
+}
+
+/// Agents may be upgraded before their control plane: nothing that ran or starts breaks, and nothing that was judged opens.
+#[test]
+fn a_control_plane_without_policies_opens_what_it_never_spoke_of() {
+    let silent = DesiredState::default();
+    let everything = Changes::everything();
+    let node = Node::new();
+    let agent = node.agent(&silent);
+    agent.adopt(vec![(7, pod("a", 1))]).unwrap();
+    agent.enter(8, &pod("b", 2)).unwrap();
+    assert!(agent.wait(8, Duration::ZERO).is_err(), "nobody has spoken");
+    agent.apply(&silent, &everything).unwrap();
+    assert_eq!(agent.wait(8, Duration::ZERO), Ok(()));
+    for pod in [7, 8] {
+        assert!(node.maps.lets_in(pod, STRANGER));
+    }
+    // A restart changes nothing, also for pods that come before the server speaks.
+    let agent = node.agent(&silent);
+    agent
+        .adopt(vec![(7, pod("a", 1)), (8, pod("b", 2))])
+        .unwrap();
+    agent.enter(9, &pod("c", 3)).unwrap();
+    assert!(node.maps.lets_in(8, STRANGER) && !node.maps.lets_in(9, STRANGER));
+    agent.apply(&silent, &everything).unwrap();
+    agent.enter(10, &pod("d", 4)).unwrap();
+    for pod in [9, 10] {
+        assert_eq!(agent.wait(pod, Duration::ZERO), Ok(()));
+        assert!(node.maps.lets_in(pod, STRANGER));
+    }
+    // Then the control plane is upgraded.
+    agent.apply(&state(), &everything).unwrap();
+    for pod in [7, 8] {
+        assert!(node.maps.lets_in(pod, FRIEND) && !node.maps.lets_in(pod, STRANGER));
+    }
+    assert!(!node.maps.lets_in(9, STRANGER), "it is known to nobody");
+    // And taken back: what is known is enforced, and what comes now is open.
+    agent.apply(&silent, &everything).unwrap();
+    assert!(node.maps.lets_in(7, FRIEND) && !node.maps.lets_in(7, STRANGER));
+    agent.enter(11, &pod("e", 5)).unwrap();
+    assert_eq!(agent.wait(11, Duration::ZERO), Ok(()));
+    assert!(node.maps.lets_in(11, STRANGER) && !node.maps.lets_in(8, STRANGER));
 }
 
 #[test]

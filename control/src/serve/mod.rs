@@ -222,6 +222,7 @@ async fn watch_nodes(hub: Arc<Hub>) {
 
 fn cluster_config(network: &Network) -> ClusterConfig {
     ClusterConfig {
+        policies: true,
         cluster_domain: network.cluster_domain.clone(),
         dns_ips: network
             .cluster_dns()

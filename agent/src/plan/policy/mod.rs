@@ -113,6 +113,15 @@ impl Planner {
         steps
     }
 
+    /// Operations that open pods, whatever the maps say of them.
+    pub fn open(&mut self, pods: &BTreeSet<u32>) -> Vec<Operation> {
+        let open = |ifindex: &u32| {
+            self.present.pods.insert(*ifindex, PodPolicy::default());
+            Operation::PutPod(*ifindex, PodPolicy::default())
+        };
+        pods.iter().map(open).collect()
+    }
+
     /// Operations that make the maps equal to what was compiled. Looks only at what is touched; the first call must say
     /// everything.
     pub fn plan(&mut self, compiled: &Compiled, touched: &Touched) -> Vec<Operation> {

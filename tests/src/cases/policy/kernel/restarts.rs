@@ -85,7 +85,8 @@ impl Run<'_> {
     /// All links of a node go, but for those of the machine.
     fn remove_links(&self, node: &str) -> Result<()> {
         let node = self.cluster.nodes.get(node).context("no such node")?;
-        let links: serde_json::Value = serde_json::from_str(&node.namespace.ip(&["-json", "link"])?)?;
+        let links: serde_json::Value =
+            serde_json::from_str(&node.namespace.ip(&["-json", "link"])?)?;
         for link in links.as_array().into_iter().flatten() {
             let name = link["ifname"].as_str().unwrap_or_default();
             if name == "lo" || node.uplinks().any(|uplink| uplink == name) {
