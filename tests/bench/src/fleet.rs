@@ -98,6 +98,7 @@ impl Fleet {
             node_port_first: NODE_PORT_FIRST.into(),
             node_port_last: NODE_PORT_LAST.into(),
             namespaces: vec![NAMESPACE.into()],
+            policies: true,
             ..ClusterConfig::default()
         };
         let mut kinds = vec![object::Kind::Config(config)];

@@ -5,6 +5,7 @@ use std::net::{IpAddr, SocketAddr};
 use serde::{Deserialize, Serialize};
 
 use super::message::Answer;
+use super::packet;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum Protocol {
@@ -17,6 +18,30 @@ pub enum Protocol {
     Sctp,
     #[serde(rename = "ICMP")]
     Icmp,
+}
+
+impl Protocol {
+    /// The number in IP headers.
+    #[must_use]
+    pub(crate) fn number(self, v6: bool) -> u8 {
+        match self {
+            Self::Tcp => packet::TCP,
+            Self::Udp => packet::UDP,
+            Self::Sctp => packet::SCTP,
+            Self::Icmp if v6 => packet::ICMP_V6,
+            Self::Icmp => packet::ICMP,
+        }
+    }
+
+    #[must_use]
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Self::Tcp => "TCP",
+            Self::Udp => "UDP",
+            Self::Sctp => "SCTP",
+            Self::Icmp => "ICMP",
+        }
+    }
 }
 
 /// How a fresh TCP connection ends.
@@ -172,6 +197,9 @@ pub struct Attempt {
     pub took_ms: u64,
     /// Path MTU that the kernel then knows, bytes.
     pub mtu: Option<u32>,
+    /// Segments that the kernel sent again meanwhile, of watched TCP connections: each was lost, or its acknowledgement. An
+    /// answer that is late for want of a CPU has none.
+    pub resent: u32,
     /// The error behind the outcome.
     pub detail: String,
 }

@@ -227,8 +227,14 @@ fn asking(conns: &mut [Conn], every_ms: u64, timeout_ms: u64, stop: &AtomicBool)
         token: 0,
     };
     let mut attempts = Vec::new();
+    let mut known = vec![0; conns.len()];
     while !stop.load(Ordering::SeqCst) {
-        attempts.extend(probe::send(conns, &send));
+        for (attempt, known) in probe::send(conns, &send).into_iter().zip(&mut known) {
+            let conn = &conns[attempt.socket];
+            let before = std::mem::replace(known, probe::resent(conn, &attempt, *known));
+            let resent = known.saturating_sub(before);
+            attempts.push(Attempt { resent, ..attempt });
+        }
         std::thread::sleep(Duration::from_millis(every_ms));
     }
     attempts
@@ -244,7 +250,7 @@ fn overlapping(asked: &Probe, every_ms: u64, stop: &AtomicBool) -> Vec<Attempt> 
             let since = start.elapsed().as_millis();
             let attempts = &attempts;
             scope.spawn(move || {
-                let (attempt, _closed) = probe::open(asked);
+                let attempt = probe::sample(asked);
                 lock(attempts).push((since, attempt));
             });
             next += Duration::from_millis(every_ms);

@@ -13,6 +13,8 @@ use super::message::{ANSWER_HEAD, Answer, Request};
 use super::raw;
 
 const MAX_DATAGRAM: usize = 65_507;
+/// A lost SYN is sent again after a second (RFC 6298, section 2.1): answers that came earlier are not asked after.
+const SENT_AGAIN_AFTER_MS: u64 = 950;
 /// `dont_fragment`: the first only draws the ICMP error.
 const DONT_FRAGMENT_TRIES: usize = 3;
 
@@ -110,6 +112,42 @@ fn one(probe: &Probe, source: Option<IpAddr>) -> (Attempt, Option<Conn>) {
         _ => {}
     }
     (attempt, Some(conn))
+}
+
+/// A watch's sample on a socket of its own.
+pub(super) fn sample(probe: &Probe) -> Attempt {
+    let (attempt, conn) = open(probe);
+    let resent = conn.map_or(0, |conn| resent(&conn, &attempt, 0));
+    Attempt { resent, ..attempt }
+}
+
+/// Segments of a connection that its kernel sent again, where an answer was so late that there may be some; `known` until
+/// then.
+pub(super) fn resent(conn: &Conn, attempt: &Attempt, known: u32) -> u32 {
+    let late = attempt.took_ms >= SENT_AGAIN_AFTER_MS;
+    match (conn, source_of(conn)) {
+        (Conn::Tcp(_), Some(own)) if late => told_resent(own.port()).unwrap_or(u32::MAX),
+        _ => known,
+    }
+}
+
+/// As `ss` prints it, summed up over connections from this port.
+fn told_resent(port: u16) -> Option<u32> {
+    let filter = format!("sport = :{port}");
+    let output = std::process::Command::new("ss")
+        .args(["--no-header", "--tcp", "--info", "--numeric", &filter])
+        .output()
+        .ok()
+        .filter(|output| output.status.success())?;
+    let text = String::from_utf8_lossy(&output.stdout);
+    let counts = text.split_whitespace().filter_map(|word| {
+        word.strip_prefix("retrans:")?
+            .split_once('/')?
+            .1
+            .parse()
+            .ok()
+    });
+    Some(counts.fold(0, u32::saturating_add))
 }
 
 /// One more request on every kept socket, `count` times.
@@ -245,6 +283,7 @@ fn exchange(conn: &mut Conn, ask: &Ask, start: Instant) -> Attempt {
             socket: 0,
             took_ms: millis(start),
             mtu: path_mtu(conn),
+            resent: 0,
             detail: String::new(),
         },
         Err(e) => Attempt {
@@ -325,6 +364,7 @@ pub(super) fn failed(e: &std::io::Error, start: Instant, source: Option<SocketAd
         socket: 0,
         took_ms: millis(start),
         mtu: None,
+        resent: 0,
         detail: e.to_string(),
     }
 }

@@ -358,6 +358,7 @@ impl Cluster {
             namespaces: vec!["default".into()],
             node_port_first: 30000,
             node_port_last: 32767,
+            policies: true,
             ..ClusterConfig::default()
         };
         let config = Object {

@@ -51,6 +51,7 @@ impl Cluster {
             pod_cidrs: vec![CLUSTER_CIDR.into()],
             node_port_first: NODE_PORT_FIRST.into(),
             node_port_last: NODE_PORT_LAST.into(),
+            policies: true,
             ..ClusterConfig::default()
         });
         index.set_quiet(true);

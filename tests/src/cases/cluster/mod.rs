@@ -456,7 +456,7 @@ fn join_control(router: &Namespace, control: &Namespace) -> Result<()> {
 /// When one cannot be opened.
 pub(in crate::cases) fn listen(actor: &Handle, ports: &[Listen], name: &str) -> Result<()> {
     for port in ports {
-        let protocol = port.protocol.spoken();
+        let protocol = port.protocol;
         actor.call(
             Command::Listen {
                 protocol,

@@ -265,8 +265,8 @@ pub(in crate::cases) fn generate(item: &Value) -> Result<Vec<Value>, String> {
 
 #[cfg(test)]
 mod tests {
-    use super::super::spec::Transport;
     use super::*;
+    use crate::actor::command::Protocol;
 
     #[test]
     fn a_named_target_splits_pods_by_their_numbers() {
@@ -279,7 +279,7 @@ mod tests {
             ips: vec![format!("10.244.1.{port}").parse().unwrap()],
             listen: vec![Listen {
                 port,
-                protocol: Transport::Tcp,
+                protocol: Protocol::Tcp,
                 name: "http".into(),
             }],
             ready,

@@ -7,7 +7,6 @@ use serde::Deserialize;
 use serde_json::{Value, json};
 
 use crate::actor::command::Protocol;
-use crate::actor::packet;
 
 fn lan() -> String {
     "lan".into()
@@ -21,8 +20,8 @@ fn n1() -> String {
 fn yes() -> bool {
     true
 }
-fn tcp() -> Transport {
-    Transport::Tcp
+fn tcp() -> Protocol {
+    Protocol::Tcp
 }
 fn settle() -> f64 {
     3.0
@@ -39,59 +38,12 @@ fn one_node() -> Vec<NodeSpec> {
     }]
 }
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
-pub(in crate::cases) enum Transport {
-    #[serde(rename = "TCP")]
-    Tcp,
-    #[serde(rename = "UDP")]
-    Udp,
-    #[serde(rename = "SCTP")]
-    Sctp,
-    #[serde(rename = "ICMP")]
-    Icmp,
-}
-
-impl Transport {
-    /// What the actors speak.
-    #[must_use]
-    pub(in crate::cases) fn spoken(self) -> Protocol {
-        match self {
-            Self::Tcp => Protocol::Tcp,
-            Self::Udp => Protocol::Udp,
-            Self::Sctp => Protocol::Sctp,
-            Self::Icmp => Protocol::Icmp,
-        }
-    }
-
-    /// The number in IP headers.
-    #[must_use]
-    pub(in crate::cases) fn number(self, v6: bool) -> u8 {
-        match self {
-            Self::Tcp => packet::TCP,
-            Self::Udp => packet::UDP,
-            Self::Sctp => packet::SCTP,
-            Self::Icmp if v6 => packet::ICMP_V6,
-            Self::Icmp => packet::ICMP,
-        }
-    }
-
-    #[must_use]
-    pub(in crate::cases) fn name(self) -> &'static str {
-        match self {
-            Self::Tcp => "TCP",
-            Self::Udp => "UDP",
-            Self::Sctp => "SCTP",
-            Self::Icmp => "ICMP",
-        }
-    }
-}
-
 #[derive(Clone, Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(in crate::cases) struct Listen {
     pub(in crate::cases) port: u16,
     #[serde(default = "tcp")]
-    pub(in crate::cases) protocol: Transport,
+    pub(in crate::cases) protocol: Protocol,
     #[serde(default)]
     pub(in crate::cases) name: String,
 }
@@ -103,7 +55,7 @@ pub(in crate::cases) struct HostPort {
     pub(in crate::cases) host_port: u16,
     pub(in crate::cases) port: u16,
     #[serde(default = "tcp")]
-    pub(in crate::cases) protocol: Transport,
+    pub(in crate::cases) protocol: Protocol,
     #[serde(default, rename = "hostIP")]
     pub(in crate::cases) host_ip: String,
 }

@@ -8,7 +8,7 @@ use anyhow::{Context, Result, ensure};
 use serde::{Deserialize, Deserializer};
 use serde_json::Value;
 
-use crate::cases::cluster::spec::Transport;
+use crate::actor::command::Protocol;
 
 pub(super) type Labels = BTreeMap<String, String>;
 
@@ -48,7 +48,7 @@ pub(super) struct PortSpec {
     pub(super) name: String,
     pub(super) port: u16,
     #[serde(default = "tcp")]
-    pub(super) protocol: Transport,
+    pub(super) protocol: Protocol,
 }
 
 #[derive(Clone, Debug, Deserialize)]
@@ -111,7 +111,7 @@ pub(super) struct ServicePort {
     pub(super) name: String,
     pub(super) port: u16,
     #[serde(default = "tcp")]
-    pub(super) protocol: Transport,
+    pub(super) protocol: Protocol,
     #[serde(rename = "targetPort")]
     pub(super) target_port: Option<TargetPort>,
 }
@@ -145,7 +145,7 @@ struct RawExpectation {
     from: Option<String>,
     to: Option<String>,
     port: Option<u16>,
-    protocol: Option<Transport>,
+    protocol: Option<Protocol>,
     allow: Option<bool>,
     family: Option<Family>,
     size: Option<usize>,
@@ -161,7 +161,7 @@ pub(super) struct Query {
     pub(super) to: String,
     /// Zero for ICMP.
     pub(super) port: u16,
-    pub(super) protocol: Transport,
+    pub(super) protocol: Protocol,
     pub(super) family: Option<Family>,
     /// Bytes of a datagram.
     pub(super) size: Option<usize>,
@@ -207,10 +207,10 @@ impl TryFrom<RawExpectation> for Expectation {
         let (Some(from), Some(to), Some(allow)) = (raw.from, raw.to, raw.allow) else {
             return Err("an expectation wants `from`, `to` and `allow`, or `flow`".into());
         };
-        let protocol = raw.protocol.unwrap_or(Transport::Tcp);
+        let protocol = raw.protocol.unwrap_or(Protocol::Tcp);
         let port = match (protocol, raw.port) {
-            (Transport::Icmp, None) => 0,
-            (Transport::Icmp, Some(_)) => return Err("ICMP has no port".into()),
+            (Protocol::Icmp, None) => 0,
+            (Protocol::Icmp, Some(_)) => return Err("ICMP has no port".into()),
             (_, Some(port)) => port,
             (_, None) => return Err(format!("{from} -> {to} wants a port")),
         };
@@ -285,7 +285,7 @@ pub(super) struct OpenFlow {
     pub(super) to: String,
     pub(super) port: u16,
     #[serde(default = "tcp")]
-    pub(super) protocol: Transport,
+    pub(super) protocol: Protocol,
     pub(super) family: Option<Family>,
     pub(super) backend: Option<String>,
 }
@@ -399,8 +399,8 @@ pub(super) enum Case {
     Validation(Validation),
 }
 
-fn tcp() -> Transport {
-    Transport::Tcp
+fn tcp() -> Protocol {
+    Protocol::Tcp
 }
 
 /// A key without a value stands for its default.

@@ -9,13 +9,14 @@ use weir_control::config::Network;
 
 use super::case::{Change, Expectation, HostSpec, PodSpec, Query, Traffic};
 use super::world::{Pod, World};
+use crate::actor::command::Protocol;
 use crate::cases::cluster::Layout;
-use crate::cases::cluster::spec::{self, Listen, Segment, Transport};
+use crate::cases::cluster::spec::{self, Listen, Segment};
 
 /// Ports to listen on, by the reference of who does.
 pub(super) type Listeners = BTreeMap<String, BTreeSet<(u16, u8)>>;
 
-const PROTOCOLS: [Transport; 3] = [Transport::Tcp, Transport::Udp, Transport::Sctp];
+const PROTOCOLS: [Protocol; 3] = [Protocol::Tcp, Protocol::Udp, Protocol::Sctp];
 
 /// The network of an address that a segment has.
 fn network_of(ip: IpAddr) -> IpAddr {
@@ -197,7 +198,7 @@ pub(super) fn listen(all: &Listeners, reference: &str, sctp: bool) -> Vec<Listen
     };
     ports
         .map(listen)
-        .filter(|l| sctp || l.protocol != Transport::Sctp)
+        .filter(|l| sctp || l.protocol != Protocol::Sctp)
         .collect()
 }
 

@@ -11,7 +11,8 @@ use serde_json::Value;
 
 use super::case::{Labels, Query};
 use super::world::{Pod, World};
-use crate::cases::cluster::spec::{Transport, cidr_holds};
+use crate::actor::command::Protocol;
+use crate::cases::cluster::spec::cidr_holds;
 
 /// A packet after the translation of Services.
 #[derive(Clone, Copy, Debug)]
@@ -20,7 +21,7 @@ pub(super) struct Packet {
     pub(super) destination: IpAddr,
     /// Zero for protocols without ports.
     pub(super) port: u16,
-    pub(super) protocol: Transport,
+    pub(super) protocol: Protocol,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -315,10 +316,10 @@ fn protocol_of_rule(world: &World, item: &Value, packet: Packet) -> bool {
         return all.contains(&(packet.port, packet.protocol));
     }
     let rule = match packet.protocol {
-        Transport::Tcp => &item["tcp"],
-        Transport::Udp => &item["udp"],
-        Transport::Sctp => &item["sctp"],
-        Transport::Icmp => &Value::Null,
+        Protocol::Tcp => &item["tcp"],
+        Protocol::Udp => &item["udp"],
+        Protocol::Sctp => &item["sctp"],
+        Protocol::Icmp => &Value::Null,
     };
     if rule.is_null() {
         return false;

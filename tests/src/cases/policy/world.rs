@@ -10,7 +10,7 @@ use super::case::{
     Change, Family, HostSpec, Labels, Phase, PodSpec, Query, ServicePort, ServiceSpec, TargetPort,
     Traffic,
 };
-use crate::cases::cluster::spec::Transport;
+use crate::actor::command::Protocol;
 
 /// The label that the API server gives every namespace.
 const NAME_LABEL: &str = "kubernetes.io/metadata.name";
@@ -34,8 +34,8 @@ impl Pod {
     pub(super) fn named_port(
         &self,
         name: &str,
-        protocol: Option<Transport>,
-    ) -> Vec<(u16, Transport)> {
+        protocol: Option<Protocol>,
+    ) -> Vec<(u16, Protocol)> {
         let named = self.spec.ports.iter().filter(|p| p.name == name);
         named
             .filter(|p| protocol.is_none_or(|wanted| wanted == p.protocol))

@@ -387,6 +387,7 @@ mod tests {
             socket,
             took_ms: 3,
             mtu: Some(1500),
+            resent: 0,
             detail: String::new(),
         };
         Seen {

@@ -25,8 +25,8 @@ const TRIES: u64 = 3;
 
 impl Run {
     fn build_probe(&self, body: &Value, to: SocketAddr, from: &str) -> Result<Probe> {
-        let protocol: spec::Transport = match &body["protocol"] {
-            Value::Null => spec::Transport::Tcp,
+        let protocol: Protocol = match &body["protocol"] {
+            Value::Null => Protocol::Tcp,
             other => serde_json::from_value(other.clone())?,
         };
         let fragments = match &body["fragments"] {
@@ -43,7 +43,7 @@ impl Run {
         };
         Ok(Probe {
             to,
-            protocol: protocol.spoken(),
+            protocol,
             count: usize::try_from(number(&body["count"], 1))?,
             size: size_of(&body["size"], 32)?,
             from_port: u16::try_from(number(&body["from_port"], 0))?,
@@ -169,8 +169,8 @@ impl Run {
         seen: &[Seen],
         capture: &Capture,
     ) -> Result<()> {
-        let protocol: spec::Transport = match &body["protocol"] {
-            Value::Null => spec::Transport::Tcp,
+        let protocol: Protocol = match &body["protocol"] {
+            Value::Null => Protocol::Tcp,
             other => serde_json::from_value(other.clone())?,
         };
         let v6 = targets.iter().any(SocketAddr::is_ipv6);

@@ -9,7 +9,7 @@ use super::super::case::{Expectation, Query};
 use super::super::world::{Key, key_of};
 use super::{Run, sctp};
 use crate::actor::command::{Attempt, Close, Command, Outcome, Probe, Protocol, Reply, Size};
-use crate::cases::cluster::spec::{Transport, normal_key};
+use crate::cases::cluster::spec::normal_key;
 
 /// An answer takes no longer, on a machine with much else to do.
 const ANSWER_WITHIN: Duration = Duration::from_millis(3000);
@@ -99,7 +99,7 @@ impl Run<'_> {
     }
 
     fn look(&self, query: &Query, allow: bool) -> Result<()> {
-        if query.protocol == Transport::Sctp && !self.sctp {
+        if query.protocol == Protocol::Sctp && !self.sctp {
             return sctp::look(self, query, allow);
         }
         let target = self.target(query)?;
@@ -138,7 +138,7 @@ impl Run<'_> {
 pub(super) fn probe(query: &Query, to: SocketAddr, limit: Duration) -> Probe {
     Probe {
         to,
-        protocol: spoken(query.protocol),
+        protocol: query.protocol,
         count: 1,
         size: Size::Bytes(query.size.unwrap_or(SMALL)),
         from_port: 0,
@@ -155,10 +155,6 @@ pub(super) fn probe(query: &Query, to: SocketAddr, limit: Duration) -> Probe {
         give_up_after: 0,
         token: rand::random(),
     }
-}
-
-fn spoken(protocol: Transport) -> Protocol {
-    protocol.spoken()
 }
 
 /// Is an attempt what it may be?

@@ -7,13 +7,15 @@ use anyhow::{Context, Result, ensure};
 use super::super::case::{Expectation, Query};
 use super::Run;
 use super::probes::{Target, judge, probe};
-use crate::actor::command::{Attempt, Command, Outcome};
-use crate::cases::cluster::spec::Transport;
+use crate::actor::command::{Attempt, Command, Outcome, Protocol};
 
 /// Between two samples.
 const EVERY_MS: u64 = 20;
-/// A sample waits no longer. Below the second after which TCP says a lost SYN again: a loss is seen.
-const SAMPLE_WITHIN: Duration = Duration::from_millis(900);
+/// What may not pass gets no answer in this time. Below the second after which TCP says a lost SYN again.
+const SILENT_WITHIN: Duration = Duration::from_millis(900);
+/// What may pass is answered in this time, on a machine with much else to do. A lost datagram is never answered, and a lost
+/// segment is sent again, which is a loss as well.
+const ANSWERED_WITHIN: Duration = Duration::from_secs(5);
 /// Sockets of the last samples are closed by then.
 const ENDS_WITHIN: Duration = Duration::from_secs(10);
 /// No fewer samples make a watch.
@@ -54,7 +56,7 @@ impl Sampler {
             match expectation {
                 Expectation::Flow { id, alive } => self.watch_flow(run, id, *alive)?,
                 Expectation::Verdict { query, allow } => {
-                    let raw = query.protocol == Transport::Sctp && !run.sctp;
+                    let raw = query.protocol == Protocol::Sctp && !run.sctp;
                     // One backend of a Service is chosen by the slices, which stay as they are during a step.
                     if !raw && query.backend.is_none() {
                         self.watch(run, query, *allow)?;
@@ -67,7 +69,12 @@ impl Sampler {
 
     fn watch(&mut self, run: &Run<'_>, query: &Query, allow: bool) -> Result<()> {
         let target = run.target(query)?;
-        let probe = probe(query, target.to, SAMPLE_WITHIN);
+        let limit = if allow {
+            ANSWERED_WITHIN
+        } else {
+            SILENT_WITHIN
+        };
+        let probe = probe(query, target.to, limit);
         let watch = Watch {
             id: format!("watch-{}", self.watches.len()),
             query: query.clone(),
@@ -94,7 +101,11 @@ impl Sampler {
             id: flow_watch(id),
             flow: id.to_owned(),
             every_ms: EVERY_MS,
-            timeout_ms: millis(SAMPLE_WITHIN),
+            timeout_ms: millis(if alive {
+                ANSWERED_WITHIN
+            } else {
+                SILENT_WITHIN
+            }),
         };
         let (actor, _, _) = run.cluster.source(&from)?;
         actor.call(command, Duration::ZERO)?;
@@ -133,6 +144,19 @@ fn millis(time: Duration) -> u64 {
     u64::try_from(time.as_millis()).unwrap_or(u64::MAX)
 }
 
+/// Every answer came to what was sent first.
+fn nothing_lost(attempts: &[Attempt]) -> Result<()> {
+    let late = |a: &&Attempt| a.outcome == Outcome::Reply && a.resent > 0;
+    let lost = attempts.iter().filter(late).count();
+    if let Some(first) = attempts.iter().find(late) {
+        let (all, took, detail) = (attempts.len(), first.took_ms, &first.detail);
+        anyhow::bail!(
+            "{lost} of {all} samples were sent again, the first answered after {took} ms {detail}"
+        );
+    }
+    Ok(())
+}
+
 fn end_flow_watch(run: &Run<'_>, watch: &FlowWatch) -> Result<()> {
     let (actor, _, _) = run.cluster.source(&watch.from)?;
     let unwatch = Command::Unwatch {
@@ -149,7 +173,7 @@ fn end_flow_watch(run: &Run<'_>, watch: &FlowWatch) -> Result<()> {
         let (outcome, detail, all) = (wrong.outcome, &wrong.detail, attempts.len());
         anyhow::bail!("one of {all} samples was {outcome:?} {detail}");
     }
-    Ok(())
+    nothing_lost(&attempts)
 }
 
 fn end_watch(run: &Run<'_>, watch: &Watch) -> Result<()> {
@@ -171,7 +195,7 @@ fn end_watch(run: &Run<'_>, watch: &Watch) -> Result<()> {
         anyhow::bail!("{wrong} of {all} samples differ, the first: {first:#}");
     }
     if watch.allow {
-        return Ok(());
+        return nothing_lost(&attempts);
     }
     run.not_seen(watch.token, &watch.target)
 }

@@ -7,7 +7,7 @@ use rand::rngs::StdRng;
 use rand::seq::IndexedRandom as _;
 use serde_json::{Value, json};
 
-use crate::cases::cluster::spec::Transport;
+use crate::actor::command::Protocol;
 use crate::cases::policy::case::{
     AgentChange, Change, Family, HostSpec, LabelPod, Labels, NamespaceSpec, Phase, PodRef, PodSpec,
     PolicyRef, PortSpec, Query, SetPod,
@@ -21,7 +21,7 @@ const NAMESPACES: [&str; 3] = ["red", "blue", "green"];
 const NODES: [&str; 2] = ["n1", "n2"];
 const NAMES: [&str; 6] = ["a", "b", "c", "d", "e", "f"];
 const PORTS: [u16; 10] = [1, 53, 79, 80, 81, 443, 8000, 8080, 8191, 65535];
-const PROTOCOLS: [Transport; 3] = [Transport::Tcp, Transport::Udp, Transport::Sctp];
+const PROTOCOLS: [Protocol; 3] = [Protocol::Tcp, Protocol::Udp, Protocol::Sctp];
 const CIDRS: [&str; 10] = [
     "0.0.0.0/0",
     "10.10.0.0/16",
@@ -116,9 +116,9 @@ fn pod(rng: &mut StdRng) -> PodSpec {
     }
     let mut ports = Vec::new();
     for (name, protocol) in [
-        ("web", Transport::Tcp),
-        ("dns", Transport::Udp),
-        ("web", Transport::Udp),
+        ("web", Protocol::Tcp),
+        ("dns", Protocol::Udp),
+        ("web", Protocol::Udp),
     ] {
         if chance(rng, 30) {
             let port = *pick(rng, &PORTS);
@@ -323,7 +323,7 @@ pub(super) fn queries(rng: &mut StdRng, world: &World) -> Vec<Query> {
     ends.extend(["node:n1", "node:n2", "ext:out"].map(str::to_owned));
     let one = |rng: &mut StdRng| {
         let protocol = match rng.random_range(0..8) {
-            0 => Transport::Icmp,
+            0 => Protocol::Icmp,
             n => PROTOCOLS[n % 3],
         };
         let around: i32 = *pick(rng, &[0, 0, 0, 1, -1]);
@@ -333,7 +333,7 @@ pub(super) fn queries(rng: &mut StdRng, world: &World) -> Vec<Query> {
         Query {
             from: pick(rng, &ends).clone(),
             to: pick(rng, &ends).clone(),
-            port: if protocol == Transport::Icmp { 0 } else { port },
+            port: if protocol == Protocol::Icmp { 0 } else { port },
             protocol,
             family: chance(rng, 40).then_some(Family::V6),
             size: None,

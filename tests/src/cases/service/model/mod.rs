@@ -560,6 +560,7 @@ impl Model {
             socket: number,
             took_ms: 0,
             mtu: None,
+            resent: 0,
             detail: String::new(),
         }
     }
