@@ -348,6 +348,10 @@ impl Run {
         }
         if !body["labels"].is_null() {
             pod.spec.labels = serde_json::from_value(body["labels"].clone())?;
+            // Policies select by what the API serves of it.
+            let mut object = pod.spec.object();
+            pod.spec.wired(&mut object, &pod.ips);
+            self.cluster.control.objects.put("pods", object);
         }
         match body["listening"].as_bool() {
             Some(false) => {
