@@ -39,6 +39,7 @@ pub use explain::{DirectionReport, Explanation};
 pub use identities::IDENTITIES_NAME;
 use identities::IdentityFile;
 pub use programs::Enforced;
+use report::Question;
 pub use report::{
     DiffEntry, DiffReport, LearntReport, NameReport, PolicyList, PolicyReport, ShutReport,
 };
@@ -556,7 +557,9 @@ impl Enforcer {
         let mut packets: Vec<Packet> = flows.chain(dropped).collect();
         packets.sort_unstable();
         packets.dedup();
-        self.with(|view| report::diff(view, state, &packets))
+        // Compiling takes its time: changes must not wait for it.
+        let question = self.with(|view| Question::new(view, packets));
+        report::diff(&question, state)
     }
 }
 

@@ -4,7 +4,8 @@ use std::collections::BTreeMap;
 use std::net::IpAddr;
 
 use control_api::desired::{Changes, DesiredState, Name};
-use control_api::v1::PolicyTier;
+use control_api::name_map::NameMap;
+use control_api::v1::{Policy, PolicyPeer, PolicyTier};
 use serde::{Deserialize, Serialize};
 
 use super::View;
@@ -12,7 +13,9 @@ use super::domains;
 use super::drops::Drop;
 use super::ends;
 use super::explain::{self, Explanation, port_text};
-use crate::compile::policy::{Compiler, Input, Judgement, Limits, Mode, Packet, Verdict, verdict};
+use crate::compile::policy::{
+    Compiler, DomainAnswers, Input, Judgement, Limits, Locals, Mode, Packet, Verdict, verdict,
+};
 
 /// More flows that a staged policy would treat otherwise are counted, not listed.
 const MAX_LISTED: usize = 200;
@@ -180,14 +183,38 @@ pub(super) fn explain_all(
     Ok(all)
 }
 
+/// Packets, what is enforced of them, and what it takes to compile staged policies: a copy that shares what it can.
+#[derive(Clone, Debug)]
+pub(super) struct Question {
+    packets: Vec<(Packet, Verdict)>,
+    policies: NameMap<Policy>,
+    peers: NameMap<PolicyPeer>,
+    locals: Locals,
+    domains: DomainAnswers,
+}
+
+impl Question {
+    pub(super) fn new(view: &View<'_>, packets: Vec<Packet>) -> Self {
+        let judge = |packet: Packet| (packet, verdict(view.compiled, view.locals, &packet));
+        Self {
+            packets: packets.into_iter().map(judge).collect(),
+            policies: view.policies.clone(),
+            peers: view.peers.clone(),
+            locals: view.locals.clone(),
+            domains: view.domains.clone(),
+        }
+    }
+}
+
 /// Compares what is enforced with what would be, were staged policies not staged.
 #[must_use]
-pub(super) fn diff(view: &View<'_>, state: &DesiredState, packets: &[Packet]) -> DiffReport {
-    let staged = view.policies.iter().filter(|(_, policy)| policy.staged);
+pub(super) fn diff(question: &Question, state: &DesiredState) -> DiffReport {
+    let staged = question.policies.iter();
+    let staged = staged.filter(|(_, policy)| policy.staged);
     let staged: Vec<String> = staged.map(|(name, _)| explain::policy_name(name)).collect();
     let mut report = DiffReport {
         staged,
-        looked_at: packets.len(),
+        looked_at: question.packets.len(),
         ..DiffReport::default()
     };
     if report.staged.is_empty() {
@@ -195,20 +222,22 @@ pub(super) fn diff(view: &View<'_>, state: &DesiredState, packets: &[Packet]) ->
     }
     let mut compiler = Compiler::new(Mode::Staged, Limits::default(), &[]);
     let input = Input {
-        policies: view.policies,
-        peers: view.peers,
-        locals: view.locals,
-        domains: view.domains,
+        policies: &question.policies,
+        peers: &question.peers,
+        locals: &question.locals,
+        domains: &question.domains,
     };
     compiler.update(&input, &Changes::everything());
     let with_staged = View {
         compiled: compiler.compiled(),
         planner: None,
-        ..*view
+        policies: &question.policies,
+        peers: &question.peers,
+        locals: &question.locals,
+        domains: &question.domains,
     };
-    for packet in packets {
-        let now = verdict(view.compiled, view.locals, packet);
-        let then = verdict(with_staged.compiled, view.locals, packet);
+    for (packet, now) in &question.packets {
+        let then = verdict(with_staged.compiled, &question.locals, packet);
         if now.allows() == then.allows() {
             continue;
         }
@@ -216,15 +245,15 @@ pub(super) fn diff(view: &View<'_>, state: &DesiredState, packets: &[Packet]) ->
             report.more += 1;
             continue;
         }
-        let from = ends::at(view, state, packet.source);
-        let to = ends::at(view, state, packet.destination);
+        let from = ends::at(&with_staged, state, packet.source);
+        let to = ends::at(&with_staged, state, packet.destination);
         let asked = (packet.protocol, packet.port);
         let said = explain::explain(&with_staged, &from, &to, asked, true);
         report.changes.push(DiffEntry {
             from: from.to_string(),
             to: to.to_string(),
             port: port_text(packet.protocol, packet.port),
-            enforced: word(now).into(),
+            enforced: word(*now).into(),
             staged: word(then).into(),
             why: decisive(&said, then),
         });

@@ -4,13 +4,20 @@
 use std::time::Duration;
 
 use anyhow::{Result, ensure};
+use control_api::desired::{DesiredState, Name};
+use control_api::v1::{
+    IpBlock, Policy, PolicyAction, PolicyName, PolicyPeer, PolicyRule, PolicyRulePeer,
+    PolicyRulePort, Protocol, policy_rule_peer,
+};
 use dataplane_common::layout::{
     DIRECTION_EGRESS, DIRECTION_INGRESS, IDENTITY_ANY, POLICY_EGRESS, POLICY_EGRESS_CLOSED,
     POLICY_INGRESS, POLICY_INGRESS_CLOSED, RULE_ALLOW,
 };
 use dataplane_common::policy::verdict;
 use dataplane_common::reason::DropReason;
+use weir_agent::compile::policy::{LocalPod, Locals, Touched, full};
 use weir_agent::kernel::Program;
+use weir_agent::plan::policy::{Operation, Planner};
 use weir_tests::prog::packet::{ACK, Packet, TCP, UDP};
 use weir_tests::prog::policies::{Policies, Rule};
 use weir_tests::prog::wire::{ICMP, ICMPV6, Ip, datagram, frame, message};
@@ -368,6 +375,98 @@ fn costs_of_policies_are_printed() {
                 f.a
             );
         }
+        Ok(())
+    });
+}
+
+/// A node whose pod has very many rules for what goes out, each about another address, and the last one about this.
+fn many_rules(pod: (u32, &str), last: &str) -> Result<(DesiredState, Locals)> {
+    let rule = |number: usize| {
+        let cidr = match (number == MANY_RULES, last.contains(':')) {
+            (true, _) => last.to_owned(),
+            (false, true) => format!("2001:db8:ffff::{number:x}"),
+            (false, false) => format!("198.18.{}.{}", number >> 8, number & 255),
+        };
+        let block = IpBlock {
+            cidr,
+            ..IpBlock::default()
+        };
+        let kind = Some(policy_rule_peer::Kind::IpBlock(block));
+        PolicyRule {
+            action: PolicyAction::Allow.into(),
+            peers: vec![PolicyRulePeer { kind }],
+            ports: vec![PolicyRulePort {
+                protocol: Protocol::Tcp.into(),
+                first: 8080,
+                ..PolicyRulePort::default()
+            }],
+            ..PolicyRule::default()
+        }
+    };
+    let policy = Policy {
+        namespace: "d".into(),
+        name: "many".into(),
+        isolates_egress: true,
+        egress: (1..=MANY_RULES).map(rule).collect(),
+        ..Policy::default()
+    };
+    let peer = PolicyPeer {
+        namespace: "d".into(),
+        name: "a".into(),
+        node: "n1".into(),
+        policies: vec![PolicyName {
+            namespace: "d".into(),
+            name: "many".into(),
+        }],
+        ..PolicyPeer::default()
+    };
+    let name = Name::new("d", "a");
+    let mut state = DesiredState::default();
+    state.policies.insert(Name::new("d", "many"), policy);
+    state.policy_peers.insert(name.clone(), peer);
+    let local = LocalPod {
+        name: Some(name),
+        addresses: vec![pod.1.parse()?],
+        ..LocalPod::default()
+    };
+    let locals = Locals {
+        node_name: "n1".into(),
+        pods: [(pod.0, local)].into(),
+        ..Locals::default()
+    };
+    Ok((state, locals))
+}
+
+const MANY_RULES: usize = 12_500;
+
+#[test]
+fn the_last_of_very_many_rules_lets_its_packet_pass_and_no_other() {
+    each(|world, f, protocol| {
+        if protocol != TCP {
+            return Ok(());
+        }
+        let a = world.a.link.ifindex;
+        let (state, locals) = many_rules((a, f.a), f.far)?;
+        let compiled = full(&state, &locals);
+        ensure!(compiled.why_shut(a).is_none(), "{:?}", compiled.why_shut(a));
+        let everything = Touched {
+            everything: true,
+            ..Touched::default()
+        };
+        let mut planner = Planner::new(world.kernel.read_policies()?);
+        let operations = planner.plan(&compiled, &everything);
+        let rules = operations.iter();
+        let rules = rules.filter(|one| matches!(one, Operation::PutRule(..)));
+        ensure!(rules.count() == MANY_RULES);
+        world.kernel.write_policies(&operations)?;
+        let verdict = |port: u16, to: &str| -> Result<i32> {
+            let packet = Packet::new(TCP, &at(f.a, 40_000 + port % 100), &at(to, port));
+            let run = world.test_run(Program::FromPod, &packet.to_bytes(), a, 1)?;
+            Ok(run.verdict)
+        };
+        ensure!(verdict(8080, f.far)? == REDIRECT);
+        ensure!(verdict(8081, f.far)? == DROP && verdict(8080, f.b)? == DROP);
+        ensure!(world.counter("policy_egress")? == 2);
         Ok(())
     });
 }

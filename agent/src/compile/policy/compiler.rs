@@ -3,7 +3,7 @@
 mod pods;
 mod ranges;
 
-use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::net::IpAddr;
 use std::sync::Arc;
 
@@ -15,6 +15,7 @@ use super::domains::{self, DomainAnswers};
 use super::hosts::{self, Hosts, Locals};
 use super::identity::{Identities, NamedPort, Record};
 use super::peer::{PeerSet, PeerSets, SetId};
+use super::prefix::Prefix;
 use super::rule_set::RuleSetId;
 use super::rules::{self, Read};
 use super::trie::Blocks;
@@ -124,15 +125,23 @@ impl Compiler {
         }
         let everything = touched.everything;
         let dirty = self.read_policies(input.policies, changes, everything);
-        let used_changed = (everything || !dirty.is_empty()) && self.find_used();
-        let attached = self.locals_changed(input.locals);
-        let mut addresses = self.find_hosts(input, changes, everything || used_changed, &attached);
+        let asked = if everything || !dirty.is_empty() {
+            self.find_used()
+        } else {
+            BTreeSet::new()
+        };
+        let mut names = self.locals_changed(input.locals);
+        names.extend(changes.policy_peers.iter().cloned());
+        names.extend(self.peers_of(&asked, input.peers));
+        let mut addresses = self.find_hosts(input, &names, everything);
         addresses.extend(self.find_domains(input.domains));
-        let turnover = if everything || used_changed {
+        let turnover = if everything {
             self.blocks = Blocks::new(&self.used, &self.compiled.sets);
             self.set_all_ranges(&mut touched)
         } else {
-            self.set_ranges(&addresses, &mut touched)
+            let mut ranges: BTreeSet<Prefix> = addresses.into_iter().map(Prefix::host).collect();
+            ranges.extend(self.change_blocks(&asked));
+            self.set_ranges(&ranges, &mut touched)
         };
         if everything {
             self.keys.clear();
@@ -193,12 +202,33 @@ impl Compiler {
         dirty
     }
 
-    /// True when other peer sets are in use than before.
-    fn find_used(&mut self) -> bool {
+    /// Finds the peer sets in use; returns those that were not and are now, or the other way round.
+    fn find_used(&mut self) -> BTreeSet<SetId> {
         let used: BTreeSet<SetId> = self.read.values().flat_map(|read| read.sets()).collect();
-        let changed = used != self.used;
-        self.used = used;
-        changed
+        let before = std::mem::replace(&mut self.used, used);
+        before.symmetric_difference(&self.used).copied().collect()
+    }
+
+    /// Peers that the feed has in one of these sets, or that have a port of such a name.
+    fn peers_of(&self, sets: &BTreeSet<SetId>, peers: &NameMap<PolicyPeer>) -> Vec<Name> {
+        let (mut selectors, mut ports) = (HashSet::new(), HashSet::new());
+        for set in sets.iter().filter_map(|id| self.compiled.sets.get(*id)) {
+            match set {
+                PeerSet::Selector(id) => drop(selectors.insert(&id[..])),
+                PeerSet::PortName(name) => drop(ports.insert(name.as_str())),
+                PeerSet::Block(_) | PeerSet::Domain(_) => {}
+            }
+        }
+        if selectors.is_empty() && ports.is_empty() {
+            return Vec::new();
+        }
+        let concerned = peers.iter().filter(|(_, peer)| {
+            let mut sets = peer.sets.iter();
+            let mut named = peer.named_ports.iter();
+            sets.any(|set| selectors.contains(&set[..]))
+                || named.any(|port| ports.contains(port.name.as_str()))
+        });
+        concerned.map(|(name, _)| name.clone()).collect()
     }
 
     /// Takes the attachments, and names the pods of which they changed.
@@ -219,13 +249,12 @@ impl Compiler {
         names
     }
 
-    /// Reads peers again; returns addresses of which something may have changed.
+    /// Reads these peers again, or all of them; returns addresses of which something may have changed.
     fn find_hosts(
         &mut self,
         input: &Input<'_>,
-        changes: &Changes,
+        names: &BTreeSet<Name>,
         everything: bool,
-        attached: &BTreeSet<Name>,
     ) -> BTreeSet<IpAddr> {
         let mut addresses = BTreeSet::new();
         let mut set = |hosts: &mut Hosts, name: &Name, peer: Option<&PolicyPeer>| {
@@ -246,7 +275,7 @@ impl Compiler {
                 set(&mut self.hosts, name, Some(peer));
             }
         } else {
-            for name in changes.policy_peers.union(attached) {
+            for name in names {
                 set(&mut self.hosts, name, input.peers.get(name));
             }
         }

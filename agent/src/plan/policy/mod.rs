@@ -16,7 +16,7 @@ use std::collections::{BTreeMap, BTreeSet, HashMap};
 use dataplane_common::layout::{IDENTITY_ANY, PodPolicy};
 
 use crate::compile::policy::{Compiled, Entries, PodState, Prefix, RuleSetId, SHUT_FLAGS, Touched};
-use order::Order;
+use order::{Move, Order};
 pub use present::Present;
 use present::{Rules, same};
 
@@ -32,13 +32,6 @@ pub enum Operation {
     RemovePod(u32),
     /// Flows that were judged before are judged again.
     NextGeneration,
-}
-
-impl Operation {
-    /// True when an address may have another identity after it.
-    fn moves(&self) -> bool {
-        matches!(self, Self::PutIdentity(..) | Self::RemoveIdentity(_))
-    }
 }
 
 /// Which entry of the rules.
@@ -160,7 +153,7 @@ impl Planner {
         if !flips.is_empty() || !moves.is_empty() {
             steps.push(Operation::NextGeneration);
         }
-        self.finish(compiled, touched, &flips, &later, &mut steps);
+        self.finish(compiled, touched, (&flips, &moves), &later, &mut steps);
         steps
     }
 
@@ -340,7 +333,7 @@ impl Planner {
         &mut self,
         compiled: &Compiled,
         touched: &Touched,
-        flips: &[Flip],
+        (flips, moves): (&[Flip], &[Move]),
         later: &Later,
         steps: &mut Vec<Operation>,
     ) {
@@ -361,9 +354,7 @@ impl Planner {
                 steps.push(Operation::RemovePod(ifindex));
             }
         }
-        if steps.iter().any(Operation::moves) {
-            self.present.count();
-        }
+        self.present.count(moves);
         let by_id: HashMap<u32, RuleSetId> = self.ids.iter().map(|(set, id)| (*id, *set)).collect();
         for (id, identity) in later {
             let Some(set) = by_id.get(id) else {

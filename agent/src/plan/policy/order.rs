@@ -21,6 +21,8 @@ const STAND_INS: u32 = 1 << 31;
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Move {
     pub(super) range: Prefix,
+    /// Its own entry before, where it had one.
+    pub(super) had: Option<u32>,
     /// What its addresses had.
     pub(super) from: u32,
     /// What they will have.
@@ -79,19 +81,20 @@ impl Planner {
         for range in new.into_iter().chain(other) {
             let from = before.around(range).unwrap_or(IDENTITY_ANY);
             let to = after.get(range).unwrap_or(IDENTITY_ANY);
-            before.insert(range, to);
             moves.push(Move {
                 range,
+                had: before.insert(range, to),
                 from,
                 to,
                 stays: true,
             });
         }
         for range in gone {
-            let from = before.remove(range).unwrap_or(IDENTITY_ANY);
+            let had = before.remove(range);
             moves.push(Move {
                 range,
-                from,
+                had,
+                from: had.unwrap_or(IDENTITY_ANY),
                 to: before.around(range).unwrap_or(IDENTITY_ANY),
                 stays: false,
             });

@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use dataplane_common::layout::{PodPolicy, PolicyRule};
 
+use super::order::Move;
 use super::{NOTHING, Operation, RuleKey};
 use crate::compile::policy::{Entries, Entry, PortPrefix, Prefix, Trie};
 
@@ -50,15 +51,26 @@ impl Present {
         for (range, identity) in identities {
             present.trie.insert(range, identity);
         }
-        present.count();
+        for (_, identity) in present.trie.iter() {
+            *present.live.entry(identity).or_default() += 1;
+        }
         present
     }
 
-    /// Counts ranges again.
-    pub(super) fn count(&mut self) {
-        self.live.clear();
-        for (_, identity) in self.trie.iter() {
-            *self.live.entry(identity).or_default() += 1;
+    /// Counts ranges that moved.
+    pub(super) fn count(&mut self, moves: &[Move]) {
+        for one in moves {
+            if one.stays {
+                *self.live.entry(one.to).or_default() += 1;
+            }
+        }
+        for had in moves.iter().filter_map(|one| one.had) {
+            if let Some(count) = self.live.get_mut(&had) {
+                *count -= 1;
+                if *count == 0 {
+                    self.live.remove(&had);
+                }
+            }
         }
     }
 

@@ -1,15 +1,14 @@
 //! Which identity every address has.
 
 use std::collections::{BTreeSet, HashMap};
-use std::net::IpAddr;
 
 use dataplane_common::layout::IDENTITY_ANY;
 
 use super::super::Touched;
 use super::super::identity::Members;
-use super::super::peer::SetId;
+use super::super::peer::{PeerSet, SetId};
 use super::super::prefix::Prefix;
-use super::super::trie::Trie;
+use super::super::trie::{Blocks, Trie};
 use super::Compiler;
 
 /// Identities that some range has now and none had before, and those that no range has any more.
@@ -74,15 +73,39 @@ impl Compiler {
         self.turnover(&before)
     }
 
-    /// Works out the ranges of single addresses again.
+    /// Takes the blocks in use now, of which these changed. Returns all ranges that those hold, which is where something
+    /// may be different.
+    pub(super) fn change_blocks(&mut self, changed: &BTreeSet<SetId>) -> Vec<Prefix> {
+        let sets = &self.compiled.sets;
+        let mut outer = Trie::default();
+        for id in changed {
+            if let Some(PeerSet::Block(block)) = sets.get(*id) {
+                outer.insert(block.range, IDENTITY_ANY);
+            }
+        }
+        if outer.is_empty() {
+            return Vec::new();
+        }
+        let now = Blocks::new(&self.used, sets);
+        let before = std::mem::replace(&mut self.blocks, now);
+        let hosts = self.hosts.addresses().chain(self.domains.keys().copied());
+        let candidates = before
+            .bounds()
+            .chain(self.blocks.bounds())
+            .chain(hosts.map(Prefix::host));
+        let held = candidates.filter(|range| outer.around(*range).is_some());
+        held.collect()
+    }
+
+    /// Works out these ranges again. Where one is not that of a single address, all ranges in it are among them.
     pub(super) fn set_ranges(
         &mut self,
-        addresses: &BTreeSet<IpAddr>,
+        ranges: &BTreeSet<Prefix>,
         touched: &mut Touched,
     ) -> Turnover {
         let mut before: HashMap<u32, usize> = HashMap::new();
-        for address in addresses {
-            let range = Prefix::host(*address);
+        // A range comes after those that hold it.
+        for range in ranges.iter().copied() {
             let old = self.compiled.trie.remove(range);
             let identity = self.identify(range);
             let around = self.compiled.trie.around(range).unwrap_or(IDENTITY_ANY);
