@@ -26,7 +26,8 @@ struct Cli {
 enum Command {
     /// Run the agent (the default). Ending it in any way leaves the traffic of pods running.
     Run,
-    /// Remove every link, route, program and file that the agent made on this node. The agent must not be running.
+    /// Remove every link, route, program and file that the agent made on this node, and set the sysctls that it changed back.
+    /// The agent must not be running.
     Cleanup,
     /// Install the CNI plugin for the container runtime.
     InstallCni {

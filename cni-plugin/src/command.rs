@@ -69,8 +69,8 @@ fn dispatch(
         Command::Add => add(environment, config).map(Some),
         Command::Del => del(environment, config).map(|()| None),
         Command::Check => check(environment, config).map(|()| None),
-        Command::Status => status(config).map(|()| None),
-        Command::Gc => gc(config).map(|()| None),
+        Command::Status => status(environment, config).map(|()| None),
+        Command::Gc => gc(environment, config).map(|()| None),
         Command::Version => Ok(None),
     }
 }
@@ -108,18 +108,52 @@ fn request(command: Command, environment: &Environment, config: &Config) -> Resu
 }
 
 fn add(environment: &Environment, config: &Config) -> Result<Value, Error> {
-    if config.prev_result.is_some() {
-        return Err(Error::new(
-            Code::InvalidConfig,
-            "weir-cni makes the pod's interface and must be the first plugin of its list, but got a prevResult",
-        ));
-    }
+    refuse_taken_interface(environment, config)?;
     let netns = open_netns(&environment.netns)?;
     let mut request = request(Command::Add, environment, config)?;
     request["portMappings"] = Value::from(config.port_mappings.clone());
     request["wanted"] = Value::from(config.ips.clone());
-    let reply = ask(config, &request, Some(&netns))?;
-    render::added(config, &reply)
+    request["mac"] = Value::from(config.mac.clone().unwrap_or_default());
+    request["bandwidth"] = config.bandwidth.clone().unwrap_or_default();
+    let Some(ipam) = &config.ipam else {
+        let reply = ask(config, &request, Some(&netns))?;
+        return render::added(config, &reply, None);
+    };
+    let given = ipam.add(environment)?;
+    request["delegated"] = Value::from(given.addresses.clone());
+    let added = ask(config, &request, Some(&netns))
+        .and_then(|reply| render::added(config, &reply, given.dns.as_ref()));
+    if added.is_err() {
+        // What is told is why the ADD failed; an address that stays reserved is the runtime's to delete.
+        let _ = ipam.tell(Command::Del, environment);
+    }
+    added
+}
+
+/// An earlier plugin of the list may have made other interfaces of the container, but not this one.
+fn refuse_taken_interface(environment: &Environment, config: &Config) -> Result<(), Error> {
+    let interfaces = config
+        .prev_result
+        .as_ref()
+        .and_then(|previous| previous.get("interfaces")?.as_array());
+    let text = |interface: &Value, key: &str| {
+        let value = interface.get(key).and_then(Value::as_str);
+        value.unwrap_or_default().to_owned()
+    };
+    let taken = interfaces.into_iter().flatten().any(|interface| {
+        text(interface, "name") == environment.ifname && !text(interface, "sandbox").is_empty()
+    });
+    if !taken {
+        return Ok(());
+    }
+    Err(Error::new(
+        Code::InvalidConfig,
+        format!(
+            "an earlier plugin of the list has made the interface {}, which is weir-cni's to make; take that plugin \
+             out of the list",
+            environment.ifname
+        ),
+    ))
 }
 
 fn check(environment: &Environment, config: &Config) -> Result<(), Error> {
@@ -132,7 +166,9 @@ fn check(environment: &Environment, config: &Config) -> Result<(), Error> {
     let netns = open_netns(&environment.netns)?;
     let mut request = request(Command::Check, environment, config)?;
     request["addresses"] = previous_addresses(previous, &environment.ifname);
-    ask(config, &request, Some(&netns)).map(|_| ())
+    ask(config, &request, Some(&netns))?;
+    let ipam = config.ipam.as_ref();
+    ipam.map_or(Ok(()), |ipam| ipam.tell(Command::Check, environment))
 }
 
 /// Addresses that ADD gave to this interface, as the runtime remembers them. Those of plugins after us are left out.
@@ -167,8 +203,15 @@ fn previous_addresses(previous: &Value, ifname: &str) -> Value {
         .collect()
 }
 
-/// Succeeds without an agent: the work is queued for its next start, so that a pod can go while the agent is away.
+/// The link goes first, then its addresses are given back. Neither needs the other, nor the namespace.
 fn del(environment: &Environment, config: &Config) -> Result<(), Error> {
+    disconnect(environment, config)?;
+    let ipam = config.ipam.as_ref();
+    ipam.map_or(Ok(()), |ipam| ipam.tell(Command::Del, environment))
+}
+
+/// Succeeds without an agent: the work is queued for its next start, so that a pod can go while the agent is away.
+fn disconnect(environment: &Environment, config: &Config) -> Result<(), Error> {
     // A malformed CNI_ARGS must not keep a pod from going.
     let request = json!({
         "command": Command::Del.as_str(),
@@ -209,16 +252,24 @@ fn del(environment: &Environment, config: &Config) -> Result<(), Error> {
     Ok(())
 }
 
-fn status(config: &Config) -> Result<(), Error> {
-    let request = json!({ "command": Command::Status.as_str(), "network": config.name });
+fn status(environment: &Environment, config: &Config) -> Result<(), Error> {
+    let request = json!({
+        "command": Command::Status.as_str(),
+        "network": config.name,
+        "delegates": config.ipam.is_some(),
+    });
     match agent::call(&config.socket, &request, None) {
-        Ok(Reply::Ok(_)) => Ok(()),
-        Ok(Reply::Error(e)) => Err(agent_error(e)),
-        Err(lost) => Err(unavailable(Code::NotAvailable, &lost)),
+        Ok(Reply::Ok(_)) => {}
+        Ok(Reply::Error(e)) => return Err(agent_error(e)),
+        Err(lost) => return Err(unavailable(Code::NotAvailable, &lost)),
     }
+    let ipam = config.ipam.as_ref();
+    ipam.map_or(Ok(()), |ipam| {
+        ipam.tell_if_known(Command::Status, environment)
+    })
 }
 
-fn gc(config: &Config) -> Result<(), Error> {
+fn gc(environment: &Environment, config: &Config) -> Result<(), Error> {
     let Some(valid) = &config.valid_attachments else {
         return Err(Error::new(
             Code::InvalidConfig,
@@ -234,7 +285,9 @@ fn gc(config: &Config) -> Result<(), Error> {
         "network": config.name,
         "validAttachments": valid,
     });
-    ask(config, &request, None).map(|_| ())
+    ask(config, &request, None)?;
+    let ipam = config.ipam.as_ref();
+    ipam.map_or(Ok(()), |ipam| ipam.tell_if_known(Command::Gc, environment))
 }
 
 fn ask(config: &Config, request: &Value, netns: Option<&File>) -> Result<Value, Error> {
@@ -291,6 +344,7 @@ mod tests {
                 netns: "/proc/self/ns/net".into(),
                 ifname,
                 args,
+                path: String::new(),
             };
             let stdin = if valid {
                 json!({

@@ -9,6 +9,7 @@ use serde::Deserialize;
 use serde_json::Value;
 
 use crate::environment::is_identifier;
+use crate::ipam::Delegate;
 use crate::spec::{Code, Error, SUPPORTED, Version};
 
 /// Where the agent listens unless the configuration says otherwise.
@@ -31,6 +32,8 @@ struct Raw {
     prev_result: Option<Value>,
     #[serde(default)]
     dns: Option<Value>,
+    #[serde(default)]
+    ipam: Option<Value>,
     #[serde(rename = "cni.dev/valid-attachments", default)]
     valid_attachments: Option<Vec<Attachment>>,
     /// The key that early drafts of GC used; libcni writes both.
@@ -47,6 +50,10 @@ struct RuntimeConfig {
     port_mappings: Option<Vec<Value>>,
     #[serde(default)]
     ips: Option<Vec<String>>,
+    #[serde(default)]
+    mac: Option<String>,
+    #[serde(default)]
+    bandwidth: Option<Value>,
 }
 
 /// One container interface that still exists, in the input of GC.
@@ -72,6 +79,12 @@ pub(crate) struct Config {
     pub(crate) port_mappings: Vec<Value>,
     /// Addresses that the runtime wants for the pod, with or without a prefix length; none leaves the choice to the agent.
     pub(crate) ips: Vec<String>,
+    /// MAC address that the runtime wants for the pod.
+    pub(crate) mac: Option<String>,
+    /// What the pod may send and receive, as the runtime wrote it.
+    pub(crate) bandwidth: Option<Value>,
+    /// Who gives the addresses; the agent where there is none.
+    pub(crate) ipam: Option<Delegate>,
 }
 
 /// An error with the version to answer in: the one asked for where it could be read.
@@ -119,6 +132,7 @@ impl Config {
             );
             return Err(fail(Error::new(Code::IncompatibleVersion, message)));
         };
+        let ipam = Delegate::parse(raw.ipam.as_ref(), bytes).map_err(fail)?;
         let runtime = raw.runtime_config.unwrap_or_default();
         Ok(Self {
             version,
@@ -130,6 +144,9 @@ impl Config {
             valid_attachments: raw.valid_attachments.or(raw.attachments),
             port_mappings: runtime.port_mappings.unwrap_or_default(),
             ips: runtime.ips.unwrap_or_default(),
+            mac: runtime.mac,
+            bandwidth: runtime.bandwidth.filter(|v| !v.is_null()),
+            ipam,
         })
     }
 }

@@ -55,6 +55,8 @@ pub(crate) struct Environment {
     pub(crate) netns: String,
     pub(crate) ifname: String,
     pub(crate) args: String,
+    /// Folders of plugins, between colons.
+    pub(crate) path: String,
 }
 
 impl Environment {
@@ -67,6 +69,7 @@ impl Environment {
             netns: get("CNI_NETNS"),
             ifname: get("CNI_IFNAME"),
             args: get("CNI_ARGS"),
+            path: get("CNI_PATH"),
         }
     }
 

@@ -12,6 +12,7 @@ mod command;
 mod config;
 mod delete_queue;
 mod environment;
+mod ipam;
 mod render;
 mod spec;
 

@@ -245,11 +245,31 @@ fn bad_input_gets_the_code_of_the_specification() {
             "2.0.0",
         ),
         (
-            "chained ADD",
+            "interface made by an earlier plugin",
             vec![("CNI_COMMAND", "ADD"), ID, IF, NS],
-            r#"{"name":"weir","cniVersion":"1.0.0","prevResult":{}}"#,
+            r#"{"name":"weir","cniVersion":"1.0.0","prevResult":{"interfaces":[{"name":"eth0","sandbox":"/n"}]}}"#,
             7,
-            "prevResult",
+            "eth0",
+        ),
+        (
+            "IPAM plugin outside of its folder",
+            vec![("CNI_COMMAND", "ADD"), ID, IF, NS],
+            r#"{"name":"weir","cniVersion":"1.0.0","ipam":{"type":"../sh"}}"#,
+            7,
+            "../sh",
+        ),
+        (
+            "IPAM plugin that is not there",
+            vec![
+                ("CNI_COMMAND", "ADD"),
+                ID,
+                IF,
+                NS,
+                ("CNI_PATH", "/no:/none"),
+            ],
+            r#"{"name":"weir","cniVersion":"1.0.0","ipam":{"type":"host-local"}}"#,
+            4,
+            "host-local",
         ),
         (
             "CHECK in 0.3.1",
@@ -413,6 +433,44 @@ fn add_answers_in_the_version_asked() {
         assert_eq!(request["args"]["K8S_POD_NAME"], "p");
         assert_eq!(request["command"], "ADD");
     }
+}
+
+#[test]
+fn what_earlier_plugins_did_is_kept_and_counted() {
+    let dir = tempfile::tempdir().unwrap();
+    let agent = scripted(dir.path(), vec![Some(added())]);
+    let mut conf: Value = serde_json::from_slice(&config("1.0.0", dir.path())).unwrap();
+    let previous = json!({
+        "cniVersion": "1.0.0",
+        "interfaces": [{ "name": "lo", "sandbox": "/n", "mac": "00:00:00:00:00:00" }],
+        "ips": [{ "address": "127.0.0.1/8", "interface": 0 }],
+        "routes": [{ "dst": "192.0.2.0/24" }],
+        "dns": { "nameservers": ["192.0.2.53"] },
+        "vendor": { "left": "alone" },
+    });
+    conf["prevResult"] = previous.clone();
+    let out = run(
+        &[("CNI_COMMAND", "ADD"), ID, IF, NS],
+        conf.to_string().as_bytes(),
+    );
+    assert_eq!(out.code, 0, "{}", out.stdout);
+    let result = out.json();
+    for key in ["interfaces", "ips", "routes"] {
+        assert_eq!(result[key][0], previous[key][0], "{key}");
+    }
+    assert_eq!(
+        (&result["dns"], &result["vendor"]),
+        (&previous["dns"], &previous["vendor"])
+    );
+    assert_eq!(result["interfaces"][2]["name"], "eth0");
+    assert_eq!(
+        (
+            &result["ips"][1]["interface"],
+            &result["ips"][2]["interface"]
+        ),
+        (&json!(2), &json!(2))
+    );
+    agent.join().unwrap();
 }
 
 #[test]

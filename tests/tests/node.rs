@@ -11,12 +11,20 @@ mod agents;
 mod announce;
 #[path = "node/cases.rs"]
 mod cases;
+#[path = "node/chains.rs"]
+mod chains;
+#[path = "node/churn.rs"]
+mod churn;
+#[path = "node/clients.rs"]
+mod clients;
 #[path = "node/cluster.rs"]
 mod cluster;
 #[path = "node/cni.rs"]
 mod cni;
 #[path = "node/domains.rs"]
 mod domains;
+#[path = "node/faults.rs"]
+mod faults;
 #[path = "node/feed.rs"]
 mod feed;
 #[path = "node/overlay.rs"]

@@ -27,6 +27,9 @@ pub(crate) enum Bench {
     /// Pods on other nodes beside plain routing; an agent that learns of thousands of nodes, and of one (root).
     #[command(disable_help_flag = true)]
     Route(Options),
+    /// Connecting pods, beside the reference plugins bridge and ptp with host-local (root).
+    #[command(disable_help_flag = true)]
+    Cni(Options),
     /// What a packet costs on each path, by test runs of the programs (root).
     #[command(disable_help_flag = true)]
     Packet(Options),
@@ -47,6 +50,7 @@ pub(crate) fn run(repo: &Repo, what: &Bench) -> Result<bool> {
         Bench::Program(options) => measure(repo, "program", options),
         Bench::Policy(options) => measure(repo, "policy", options),
         Bench::Route(options) => measure(repo, "route", options),
+        Bench::Cni(options) => measure(repo, "cni", options),
         Bench::Packet(options) => packets(repo, options),
     }
 }

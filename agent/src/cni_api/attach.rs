@@ -54,7 +54,7 @@ impl Wiring {
         let mtu = self.mtu();
         let netns = File::open(&record.netns)
             .map_err(|e| NetlinkError::new(format!("open the namespace {}", record.netns), e))?;
-        let (_, pod_mac) = record.key.macs();
+        let (_, pod_mac) = record.macs();
         netns::inside(&netns, || {
             let mut netlink = Netlink::open()?;
             match netlink.link(&record.key.if_name)? {
@@ -66,8 +66,8 @@ impl Wiring {
         netlink.set_link_mtu(host.index, mtu)
     }
 
-    /// Everything between a durable record and a pod that can talk. On failure nothing is left. Returns the interface
-    /// index of the host side.
+    /// Everything between a durable record and a pod that can talk. A failure is followed by [`Self::undo`]. Returns the
+    /// interface index of the host side.
     pub(super) fn set_up(&self, record: &Record, netns: &File) -> Result<u32, CniError> {
         let host_name = record.key.host_name();
         let mut netlink = Netlink::open()?;
@@ -76,17 +76,17 @@ impl Wiring {
             absent_is_done(netlink.delete_link(&host_name))?;
         }
         self.create(&mut netlink, record, netns)?;
-        let result = self.connect(&mut netlink, record, netns);
-        if result.is_err()
-            && let Err(e) = self.tear_down(&record.key, 0, &record.addresses)
-        {
-            tracing::warn!(link = %host_name, error = %e, "undo of a failed CNI ADD is incomplete");
-        }
-        result
+        self.connect(&mut netlink, record, netns)
+    }
+
+    /// Takes back what [`Self::set_up`] made before it failed. Tried twice: what fails once may be for want of memory.
+    pub(super) fn undo(&self, record: &Record) -> Result<(), CniError> {
+        self.tear_down(&record.key, Some(record), 0)
+            .or_else(|_| self.tear_down(&record.key, Some(record), 0))
     }
 
     fn create(&self, netlink: &mut Netlink, record: &Record, netns: &File) -> Result<(), CniError> {
-        let (host_mac, pod_mac) = record.key.macs();
+        let (host_mac, pod_mac) = record.macs();
         let host_name = record.key.host_name();
         let near = VethEnd {
             name: &host_name,
@@ -121,7 +121,7 @@ impl Wiring {
         let host = find(netlink, &host_name)?;
         self.attach(record, &host)?;
         netlink.set_link_up(host.index, true)?;
-        netns::inside(netns, || set_up_pod_side(record))?;
+        netns::inside(netns, || set_up_pod_side(record, self.mtu()))?;
         self.route_to_pod(netlink, record, &host)?;
         Ok(host.index)
     }
@@ -152,7 +152,7 @@ impl Wiring {
         record: &Record,
         host: &Link,
     ) -> Result<(), CniError> {
-        let (_, pod_mac) = record.key.macs();
+        let (_, pod_mac) = record.macs();
         for address in &record.addresses {
             let source = self
                 .node_ips
@@ -188,8 +188,8 @@ impl Wiring {
     pub(super) fn tear_down(
         &self,
         key: &Key,
+        record: Option<&Record>,
         known_index: u32,
-        addresses: &[IpAddr],
     ) -> Result<(), CniError> {
         let host_name = key.host_name();
         let mut netlink = Netlink::open()?;
@@ -199,6 +199,8 @@ impl Wiring {
         if link.is_some() {
             absent_is_done(netlink.delete_link(&host_name))?;
         }
+        record.inspect(|record| clear_pod_side(record));
+        let addresses = record.map_or(&[][..], |r| &r.addresses);
         self.programs.detach_pod(index, addresses).map_err(|e| {
             let source = std::error::Error::source(&e).map(ToString::to_string);
             CniError::new(Code::Setup, e.to_string()).with_details(source.unwrap_or_default())
@@ -216,7 +218,7 @@ impl Wiring {
         if !host.up {
             return broken(format!("host link {host_name} is down"));
         }
-        let (_, pod_mac) = record.key.macs();
+        let (_, pod_mac) = record.macs();
         let neighbours = netlink.neighbours()?;
         let routes = netlink.own_routes()?;
         for address in &record.addresses {
@@ -255,7 +257,7 @@ pub(super) fn local_pod(record: &Record) -> LocalPod {
 }
 
 fn pod_link(record: &Record, host: &Link) -> PodLink {
-    let (_, pod_mac) = record.key.macs();
+    let (_, pod_mac) = record.macs();
     PodLink {
         ifindex: host.index,
         host_name: host.name.clone(),
@@ -294,9 +296,9 @@ fn default_route(address: IpAddr) -> Option<IpNetwork> {
 }
 
 /// Runs inside the pod's namespace.
-fn set_up_pod_side(record: &Record) -> Result<(), CniError> {
+fn set_up_pod_side(record: &Record, mtu: u32) -> Result<(), CniError> {
     let name = &record.key.if_name;
-    let (host_mac, _) = record.key.macs();
+    let (host_mac, _) = record.macs();
     // Addresses come from us alone, and are usable the moment the pod starts.
     for (key, value) in [
         ("disable_ipv6", "0"),
@@ -310,6 +312,7 @@ fn set_up_pod_side(record: &Record) -> Result<(), CniError> {
     for address in &record.addresses {
         netlink.add_host_address(link.index, *address)?;
     }
+    limit_bandwidth(&mut netlink, record, link.index, mtu)?;
     netlink.set_link_up(link.index, true)?;
     if let Some(lo) = netlink.link("lo")?
         && !lo.up
@@ -319,6 +322,14 @@ fn set_up_pod_side(record: &Record) -> Result<(), CniError> {
     for address in &record.addresses {
         let gateway = gateway_for(*address);
         netlink.set_neighbour(link.index, gateway, host_mac)?;
+        if gateway.is_ipv4() {
+            // The kernel would take it on our word; others that make routes by way of the gateway must find it.
+            let path = Path::Link {
+                link: link.index,
+                source: None,
+            };
+            netlink.add_route(IpNetwork::from(gateway), path)?;
+        }
         if let Some(default) = default_route(*address) {
             let path = Path::Via {
                 gateway,
@@ -331,17 +342,67 @@ fn set_up_pod_side(record: &Record) -> Result<(), CniError> {
     Ok(())
 }
 
+/// Shapes what the pod sends and receives. Runs inside the pod's namespace: only there every packet passes a queue, since
+/// the programs put packets straight into the pod's side of the link.
+fn limit_bandwidth(
+    netlink: &mut Netlink,
+    record: &Record,
+    link: u32,
+    mtu: u32,
+) -> Result<(), NetlinkError> {
+    let Some(bandwidth) = record.bandwidth else {
+        return Ok(());
+    };
+    if let Some(bucket) = bandwidth.egress(mtu) {
+        netlink.shape(link, bucket)?;
+    }
+    if let Some(bucket) = bandwidth.ingress(mtu) {
+        let name = record.key.ifb_name();
+        netlink.create_ifb(&name, mtu)?;
+        let ifb = find(netlink, &name)?;
+        netlink.shape(ifb.index, bucket)?;
+        netlink.set_link_up(ifb.index, true)?;
+        netlink.lead_ingress(link, ifb.index)?;
+    }
+    Ok(())
+}
+
+/// Removes what is in the pod's namespace beside the link itself, if that namespace is still there.
+fn clear_pod_side(record: &Record) {
+    let limited = record.bandwidth.is_some_and(|b| b.ingress_rate != 0);
+    let Some(netns) = limited.then(|| File::open(&record.netns).ok()).flatten() else {
+        return;
+    };
+    if record.netns_cookie.is_some() && netns_cookie(&netns) != record.netns_cookie {
+        // Another namespace goes by that path now.
+        return;
+    }
+    let name = record.key.ifb_name();
+    let removed = netns::inside(&netns, || {
+        absent_is_done(Netlink::open()?.delete_link(&name))
+    });
+    if let Err(e) = removed {
+        tracing::warn!(link = %name, error = %e, "the device that limited a pod's traffic stays in its namespace");
+    }
+}
+
 /// Runs inside the pod's namespace.
 fn verify_pod_side(record: &Record) -> Result<(), CniError> {
     let broken = |message: String| Err(CniError::new(Code::Broken, message));
     let name = &record.key.if_name;
-    let (host_mac, pod_mac) = record.key.macs();
+    let (host_mac, pod_mac) = record.macs();
     let mut netlink = Netlink::open()?;
     let Some(link) = netlink.link(name)? else {
         return broken(format!("the container's interface {name} is gone"));
     };
     if !link.up {
         return broken(format!("the container's interface {name} is down"));
+    }
+    let limited = record.bandwidth.is_some_and(|b| b.ingress_rate != 0);
+    if limited && netlink.link(&record.key.ifb_name())?.is_none() {
+        return broken(format!(
+            "the device that limits what {name} receives is gone"
+        ));
     }
     if link.mac != pod_mac {
         return broken(format!(
@@ -350,6 +411,7 @@ fn verify_pod_side(record: &Record) -> Result<(), CniError> {
     }
     let addresses = netlink.addresses()?;
     let neighbours = netlink.neighbours()?;
+    // In any table: plugins after us may have moved them.
     let routes = netlink.all_routes()?;
     for address in &record.addresses {
         if !addresses.contains(&(link.index, *address)) {

@@ -33,8 +33,8 @@ pub fn write(conf_dir: &Path, socket: &Path, state_dir: &Path) -> Result<(), Con
         "name": "weir",
         "plugins": [{
             "type": PLUGIN_NAME, "socket": socket, "stateDir": state_dir,
-            // Host ports: the runtime hands them over, the agent serves them. Addresses: a runtime may ask for some.
-            "capabilities": { "portMappings": true, "ips": true },
+            // What the runtime may ask for: host ports, addresses, limits.
+            "capabilities": { "portMappings": true, "ips": true, "mac": true, "bandwidth": true },
         }],
     });
     let path = conf_dir.join(CONF_NAME);

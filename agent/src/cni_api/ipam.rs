@@ -133,6 +133,14 @@ impl Ipam {
         Ok(self.take(wanted, key))
     }
 
+    /// Notes addresses that an IPAM plugin has given to the attachment.
+    pub(super) fn adopt(&mut self, given: &[IpAddr], key: &Key) -> Result<u64, Unavailable> {
+        match given.iter().find_map(|ip| Some((*ip, self.taken.get(ip)?))) {
+            Some((address, owner)) => Err(Unavailable::Taken(address, owner.clone())),
+            None => Ok(self.take(given, key)),
+        }
+    }
+
     fn take(&mut self, chosen: &[IpAddr], key: &Key) -> u64 {
         for address in chosen {
             self.taken.insert(*address, key.clone());
@@ -503,6 +511,9 @@ mod tests {
                                 sequence,
                                 pod: super::super::record::PodName::default(),
                                 port_mappings: Vec::new(),
+                                mac: None,
+                                bandwidth: None,
+                                delegated: false,
                             };
                             disk.insert(key, record);
                         }

@@ -7,6 +7,7 @@
 //! Requests are served by threads that block: they do netlink and disk work, and few run at once.
 
 mod attach;
+mod bandwidth;
 pub mod conf;
 mod host_ports;
 mod ipam;
@@ -19,6 +20,7 @@ mod stats;
 mod store;
 mod wire;
 
+pub use bandwidth::Bandwidth;
 pub use host_ports::PortMapping;
 pub use record::{Key, Record};
 pub use server::{Server, ServerError};

@@ -71,6 +71,8 @@ impl Attachments {
                 absent_is_done(netlink.delete_link(name))?;
             }
         }
+        // Some went since the programs were loaded, and nobody knows the index of their links any more.
+        self.wiring.programs.forget_absent();
         let mut ipam = Ipam::from_records(self.cool_down, &live);
         let resting = self.resume_rests(&mut ipam)?;
         let mut state = self.lock();
@@ -119,7 +121,7 @@ impl Attachments {
         tracing::info!(container = %record.key.container_id, addresses = ?record.addresses,
             "container went while no agent ran; its addresses are free again");
         // The kernel room has forgotten interfaces that went while no agent ran.
-        self.wiring.tear_down(&record.key, 0, &record.addresses)?;
+        self.wiring.tear_down(&record.key, Some(record), 0)?;
         self.retire(&record.key)?;
         Ok(())
     }

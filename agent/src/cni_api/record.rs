@@ -6,6 +6,7 @@ use std::net::IpAddr;
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
+use super::bandwidth::Bandwidth;
 use super::host_ports::PortMapping;
 use crate::netlink::link::Mac;
 
@@ -49,9 +50,14 @@ impl Key {
         name
     }
 
-    /// MAC addresses of host side and pod side: locally administered, the same whenever the pair is made.
+    /// Name of the device in the pod that limits what it receives.
     #[must_use]
-    pub fn macs(&self) -> (Mac, Mac) {
+    pub fn ifb_name(&self) -> String {
+        self.host_name().replacen(LINK_PREFIX, "wifb", 1)
+    }
+
+    /// MAC addresses of host side and pod side: locally administered, the same whenever the pair is made.
+    fn macs(&self) -> (Mac, Mac) {
         let digest = self.digest();
         let mac = |at: usize| {
             let mut mac = Mac::default();
@@ -97,6 +103,23 @@ pub struct Record {
     /// Ports of the node that lead here.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub port_mappings: Vec<PortMapping>,
+    /// MAC address of the pod's side where the runtime asked for one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub mac: Option<Mac>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub bandwidth: Option<Bandwidth>,
+    /// The addresses come from an IPAM plugin and are given back to that.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub delegated: bool,
+}
+
+impl Record {
+    /// MAC addresses of host side and pod side.
+    #[must_use]
+    pub fn macs(&self) -> (Mac, Mac) {
+        let (host, pod) = self.key.macs();
+        (host, self.mac.unwrap_or(pod))
+    }
 }
 
 /// Which pod it is, where the runtime told.

@@ -12,6 +12,7 @@ use ipnetwork::IpNetwork;
 use serde_json::{Value, json};
 
 use super::attach::Wiring;
+use super::bandwidth::Bandwidth;
 use super::host_ports;
 use super::ipam::Ipam;
 use super::ranges::NoRanges;
@@ -205,6 +206,7 @@ impl Attachments {
             Command::Add => self.add(request, netns),
             Command::Del => self.delete(&request.key()?).map(|()| json!({})),
             Command::Check => self.check(request, netns).map(|()| json!({})),
+            Command::Status if request.delegates => Ok(json!({})),
             Command::Status => self.status().map(|()| json!({})),
             Command::Gc => self.gc(request).map(|()| json!({})),
         }
@@ -213,36 +215,25 @@ impl Attachments {
     fn add(&self, request: &Request, netns: Option<&File>) -> Result<Value, CniError> {
         let key = request.key()?;
         let netns = need_netns(netns)?;
-        let ranges = self.ranges()?;
+        // Addresses of an IPAM plugin need no range of this node.
+        let ranges = match self.ranges() {
+            Err(e) if request.delegated.is_empty() => return Err(e),
+            ranges => ranges.unwrap_or_default(),
+        };
         let _busy = self.claim(&key, Duration::ZERO)?;
         if self.lock().records.contains_key(&key) {
             self.forget_if_dead(&key)?;
         }
         self.store.cancel_delete(&key)?;
         let record = self.reserve(&key, request, &ranges, netns)?;
-        match self.wiring.set_up(&record, netns) {
-            Ok(index) => {
-                self.lock().links.insert(key.clone(), index);
-                if let Err(why) = self
-                    .wiring
-                    .programs
-                    .wait_for_policies(index, WAIT_FOR_POLICIES)
-                {
-                    self.wiring.tear_down(&key, index, &record.addresses)?;
-                    self.forget(&record)?;
-                    return Err(unpoliced(&record, &why));
+        if let Err(e) = self.connect(&record, netns) {
+            match self.wiring.undo(&record) {
+                Ok(()) => self.forget(&record)?,
+                // The addresses stay reserved until a DEL or a new agent has removed the rest.
+                Err(undo) => {
+                    tracing::error!(%key, error = %undo, details = %undo.details, "undo of a failed ADD is incomplete");
                 }
             }
-            Err(e) => {
-                self.forget(&record)?;
-                return Err(e);
-            }
-        }
-        if !record.port_mappings.is_empty()
-            && let Err(e) = self.publish_host_ports()
-        {
-            self.wiring.tear_down(&key, 0, &record.addresses)?;
-            self.forget(&record)?;
             return Err(e);
         }
         tracing::info!(
@@ -250,6 +241,20 @@ impl Attachments {
             pod = %format!("{}/{}", record.pod.namespace, record.pod.name), "pod connected"
         );
         Ok(result(&record, self.wiring.mtu()))
+    }
+
+    /// From the durable record to a pod that can talk and be talked to, within its policies.
+    fn connect(&self, record: &Record, netns: &File) -> Result<(), CniError> {
+        let index = self.wiring.set_up(record, netns)?;
+        self.lock().links.insert(record.key.clone(), index);
+        self.wiring
+            .programs
+            .wait_for_policies(index, WAIT_FOR_POLICIES)
+            .map_err(|why| unpoliced(record, &why))?;
+        if !record.port_mappings.is_empty() {
+            self.publish_host_ports()?;
+        }
+        Ok(())
     }
 
     /// Chooses addresses and makes the choice durable before anything uses them.
@@ -261,14 +266,19 @@ impl Attachments {
         netns: &File,
     ) -> Result<Record, CniError> {
         let port_mappings = host_ports::check(&request.port_mappings)?;
-        let wanted = request.wanted_addresses()?;
+        let bandwidth = request.bandwidth.map(Bandwidth::check).transpose()?;
+        let (wanted, delegated) = (request.wanted_addresses()?, request.delegated_addresses()?);
+        let mac = request.mac()?;
         let allocate = || {
             let ipam = &mut self.lock().ipam;
-            if wanted.is_empty() {
+            let (wanted, sequence) = if !delegated.is_empty() {
+                (&delegated, ipam.adopt(&delegated, key))
+            } else if !wanted.is_empty() {
+                (&wanted, ipam.allocate_wanted(&wanted, ranges, key))
+            } else {
                 let found = ipam.allocate(ranges, key, self.now());
                 return found.map_err(|e| e.to_string());
-            }
-            let sequence = ipam.allocate_wanted(&wanted, ranges, key);
+            };
             sequence
                 .map(|sequence| (wanted.clone(), sequence))
                 .map_err(|e| e.to_string())
@@ -294,6 +304,9 @@ impl Attachments {
                 uid: request.arg("K8S_POD_UID"),
             },
             port_mappings,
+            mac,
+            bandwidth,
+            delegated: !request.delegated.is_empty(),
         };
         if let Err(e) = self.store.put(&record) {
             self.lock().ipam.give_back(key, &record.addresses);
@@ -307,8 +320,8 @@ impl Attachments {
     pub(super) fn delete(&self, key: &Key) -> Result<(), CniError> {
         let _busy = self.claim(key, WAIT_FOR_OTHER)?;
         let (record, index) = self.known(key);
-        let addresses = record.as_ref().map_or(&[][..], |r| &r.addresses);
-        self.wiring.tear_down(key, index, addresses)?;
+        self.wiring.tear_down(key, record.as_ref(), index)?;
+        self.store.cancel_delete(key)?;
         if let Some(record) = record {
             self.forget(&record)?;
             tracing::info!(
@@ -495,7 +508,7 @@ impl Attachments {
     fn release_dead(&self, key: &Key) -> Result<(), CniError> {
         let (record, index) = self.known(key);
         if let Some(record) = record {
-            self.wiring.tear_down(key, index, &record.addresses)?;
+            self.wiring.tear_down(key, Some(&record), index)?;
             self.forget(&record)?;
             tracing::info!(container = %key.container_id, addresses = ?record.addresses,
                 "released the addresses of a container that went without a DEL");
@@ -551,7 +564,7 @@ fn need_netns(netns: Option<&File>) -> Result<&File, CniError> {
 
 /// The result of ADD in the shape of the newest CNI version.
 fn result(record: &Record, mtu: u32) -> Value {
-    let (host_mac, pod_mac) = record.key.macs();
+    let (host_mac, pod_mac) = record.macs();
     let text = |mac: [u8; 6]| {
         mac.iter()
             .map(|b| format!("{b:02x}"))

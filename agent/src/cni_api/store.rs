@@ -93,17 +93,8 @@ impl Store {
 
     /// Removes what a crash left half-written. Only this process writes records, and not yet.
     fn clear_half_written(&self) -> Result<(), StoreError> {
-        let path = &self.records;
-        let failed = |source| StoreError {
-            action: "list",
-            path: path.clone(),
-            source,
-        };
-        for entry in fs::read_dir(path).map_err(failed)? {
-            let entry = entry.map_err(failed)?;
-            if is_hidden(&entry) {
-                remove_file(&entry.path())?;
-            }
+        for path in all_files(&self.records)?.iter().filter(|p| is_hidden(p)) {
+            remove_file(path)?;
         }
         Ok(())
     }
@@ -124,10 +115,16 @@ impl Store {
             fs::rename(&temporary, &path)?;
             File::open(&self.records)?.sync_all()
         };
-        write().map_err(|source| StoreError {
-            action: "write",
-            path,
-            source,
+        write().map_err(|source| {
+            // Nobody may take it for given, whether it has its name by now or not. What cannot be removed belongs to no link,
+            // and goes at the next start.
+            let _ = fs::remove_file(&temporary);
+            let _ = fs::remove_file(&path);
+            StoreError {
+                action: "write",
+                path: path.clone(),
+                source,
+            }
         })
     }
 
@@ -192,14 +189,24 @@ impl Store {
         remove_file(path)
     }
 
-    /// Forgets a queued DEL of this attachment, which is being made anew.
+    /// Forgets queued DELs of this attachment, which is being made anew or is gone, and what a plugin that was killed has
+    /// left of one.
     pub(super) fn cancel_delete(&self, key: &Key) -> Result<(), StoreError> {
-        remove_file(&self.deletes.join(key.file_name()))
+        let whole = key.file_name();
+        let half = format!(".{}.", whole.trim_end_matches(".json"));
+        for path in all_files(&self.deletes)? {
+            let name = path.file_name().unwrap_or_default().to_string_lossy();
+            if *name == whole || name.starts_with(&half) {
+                remove_file(&path)?;
+            }
+        }
+        Ok(())
     }
 }
 
-fn is_hidden(entry: &fs::DirEntry) -> bool {
-    entry.file_name().to_string_lossy().starts_with('.')
+fn is_hidden(path: &Path) -> bool {
+    let name = path.file_name().unwrap_or_default();
+    name.to_string_lossy().starts_with('.')
 }
 
 fn remove_file(path: &Path) -> Result<(), StoreError> {
@@ -215,6 +222,13 @@ fn remove_file(path: &Path) -> Result<(), StoreError> {
 
 /// Files of a directory whose names do not start with a dot: those are still being written, or were when a crash came.
 fn files(directory: &Path) -> Result<Vec<PathBuf>, StoreError> {
+    let mut paths = all_files(directory)?;
+    paths.retain(|path| !is_hidden(path));
+    paths.sort();
+    Ok(paths)
+}
+
+fn all_files(directory: &Path) -> Result<Vec<PathBuf>, StoreError> {
     let failed = |source| StoreError {
         action: "list",
         path: directory.into(),
@@ -222,12 +236,8 @@ fn files(directory: &Path) -> Result<Vec<PathBuf>, StoreError> {
     };
     let mut paths = Vec::new();
     for entry in fs::read_dir(directory).map_err(failed)? {
-        let entry = entry.map_err(failed)?;
-        if !is_hidden(&entry) {
-            paths.push(entry.path());
-        }
+        paths.push(entry.map_err(failed)?.path());
     }
-    paths.sort();
     Ok(paths)
 }
 
@@ -257,6 +267,9 @@ mod tests {
             sequence: n,
             pod: PodName::default(),
             port_mappings: Vec::new(),
+            mac: None,
+            bandwidth: None,
+            delegated: false,
         }
     }
 
@@ -310,7 +323,11 @@ mod tests {
         let queued = store.queued_deletes().unwrap();
         assert_eq!(queued[0], (file, Some(record(1).key)));
         assert_eq!(queued[1].1, None);
+        let folder = dir.path().join(DELETES);
+        fs::write(folder.join(".c1@eth0.77"), "{").unwrap();
+        fs::write(folder.join(".c10@eth0.77"), "{").unwrap();
         store.cancel_delete(&record(1).key).unwrap();
         assert_eq!(store.queued_deletes().unwrap().len(), 1);
+        assert!(!folder.join(".c1@eth0.77").exists() && folder.join(".c10@eth0.77").exists());
     }
 }

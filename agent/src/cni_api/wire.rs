@@ -12,9 +12,11 @@ use nix::sys::socket::{ControlMessageOwned, MsgFlags, recvmsg};
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
 
+use super::bandwidth::Bandwidth;
 use super::host_ports::PortMapping;
 use super::record::Key;
 use super::{CniError, Code};
+use crate::netlink::link::Mac;
 
 /// Bytes of a request at most. GC lists every attachment of a node and is the longest.
 const MAX_REQUEST_BYTES: usize = 1024 * 1024;
@@ -58,6 +60,18 @@ pub(super) struct Request {
     /// ADD: addresses that the runtime wants for the pod; with none the agent chooses.
     #[serde(default)]
     pub(super) wanted: Vec<String>,
+    /// ADD: MAC address that the runtime wants for the pod; empty leaves the choice to the agent.
+    #[serde(default)]
+    pub(super) mac: String,
+    /// ADD: what the pod may send and receive.
+    #[serde(default)]
+    pub(super) bandwidth: Option<Bandwidth>,
+    /// ADD: addresses that an IPAM plugin has given to the pod; with none they come from the node's own ranges.
+    #[serde(default)]
+    pub(super) delegated: Vec<String>,
+    /// STATUS: addresses come from an IPAM plugin.
+    #[serde(default)]
+    pub(super) delegates: bool,
     /// GC: what must stay.
     #[serde(default)]
     pub(super) valid_attachments: Vec<Key>,
@@ -87,16 +101,38 @@ impl Request {
         Err(CniError::new(Code::InvalidEnvironment, message))
     }
 
-    /// ADD: what the runtime wants for the pod; a prefix length says nothing here, the link has whole addresses.
+    /// ADD: what the runtime wants for the pod.
     pub(super) fn wanted_addresses(&self) -> Result<Vec<IpAddr>, CniError> {
-        let address = |text: &String| {
-            let bare = text.split_once('/').map_or(text.as_str(), |(ip, _)| ip);
-            bare.parse().map_err(|e| {
-                let message = format!("runtimeConfig.ips has {text:?}, which is no address");
-                CniError::new(Code::InvalidConfig, message).with_details(e)
+        addresses("runtimeConfig.ips", &self.wanted)
+    }
+
+    /// ADD: what an IPAM plugin gave.
+    pub(super) fn delegated_addresses(&self) -> Result<Vec<IpAddr>, CniError> {
+        addresses("the result of the IPAM plugin", &self.delegated)
+    }
+
+    /// ADD: the MAC address that the runtime wants.
+    pub(super) fn mac(&self) -> Result<Option<Mac>, CniError> {
+        if self.mac.is_empty() {
+            return Ok(None);
+        }
+        let bytes = self.mac.split([':', '-']);
+        let bytes: Option<Vec<u8>> = bytes
+            .map(|byte| {
+                u8::from_str_radix(byte, 16)
+                    .ok()
+                    .filter(|_| byte.len() == 2)
             })
-        };
-        self.wanted.iter().map(address).collect()
+            .collect();
+        let mac = bytes.and_then(|bytes| Mac::try_from(bytes.as_slice()).ok());
+        match mac {
+            Some(mac) if mac[0] & 1 == 0 && mac != Mac::default() => Ok(Some(mac)),
+            _ => {
+                let message = format!("runtimeConfig.mac is {:?}", self.mac);
+                Err(CniError::new(Code::InvalidConfig, message)
+                    .with_details("use the unicast address of one station, like 02:00:5e:10:00:01"))
+            }
+        }
     }
 
     /// A value of CNI_ARGS.
@@ -107,6 +143,18 @@ impl Request {
             .unwrap_or_default()
             .to_owned()
     }
+}
+
+/// A prefix length says nothing here: the link has whole addresses.
+fn addresses(whose: &str, texts: &[String]) -> Result<Vec<IpAddr>, CniError> {
+    let address = |text: &String| {
+        let bare = text.split_once('/').map_or(text.as_str(), |(ip, _)| ip);
+        bare.parse().map_err(|e| {
+            let message = format!("{whose} has {text:?}, which is no address");
+            CniError::new(Code::InvalidConfig, message).with_details(e)
+        })
+    };
+    texts.iter().map(address).collect()
 }
 
 /// Reads one request and the namespace that came with it.
@@ -227,6 +275,28 @@ mod tests {
             let body = json!({ "command": "DEL", "containerId": id, "ifName": name }).to_string();
             let (request, _) = send(&frame(&body)).unwrap();
             assert_eq!(request.key().unwrap_err().code, Code::InvalidEnvironment);
+        }
+    }
+
+    #[test]
+    fn a_mac_is_one_stations_address() {
+        let read = |text: &str| {
+            let body = json!({ "command": "ADD", "mac": text }).to_string();
+            send(&frame(&body)).unwrap().0.mac()
+        };
+        assert_eq!(read("").unwrap(), None);
+        assert_eq!(
+            read("02:00:5E:10-00:01").unwrap(),
+            Some([2, 0, 0x5e, 0x10, 0, 1])
+        );
+        for bad in [
+            "02:00:5e:10:00",
+            "2:0:5e:10:0:1",
+            "01:00:5e:00:00:01",
+            "00:00:00:00:00:00",
+            "x",
+        ] {
+            assert_eq!(read(bad).unwrap_err().code, Code::InvalidConfig, "{bad}");
         }
     }
 

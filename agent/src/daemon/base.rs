@@ -14,6 +14,7 @@ use weir_agent::compile::routes;
 use weir_agent::compile::surroundings::{Choices, Surroundings, surroundings};
 use weir_agent::config::Config;
 use weir_agent::kernel::{self, Kernel};
+use weir_agent::netlink::changed_sysctls::ChangedSysctls;
 use weir_agent::netlink::{Netlink, base, overlay, reserved_ports, sync};
 
 /// Interface indexes that carry our programs.
@@ -156,7 +157,10 @@ impl Base {
 
     /// Compares what is with what was put in place, and repairs. Cheap when nothing changed.
     pub(super) fn restore(&self, netlink: &mut Netlink) -> Result<Links> {
-        base::set_sysctls(&self.config.uplinks)?;
+        base::set_sysctls(
+            &ChangedSysctls::of(&self.config.state_dir),
+            &self.config.uplinks,
+        )?;
         let host_link = base::ensure_host_link(netlink, self.mtu())?;
         let park_link = base::ensure_park_link(netlink)?;
         let mut now = Attached {

@@ -7,8 +7,10 @@ use weir_agent::cni_api::{self, conf};
 use weir_agent::config::Config;
 use weir_agent::feed;
 use weir_agent::kernel::Kernel;
+use weir_agent::netlink::changed_sysctls::ChangedSysctls;
 use weir_agent::netlink::{
-    HOST_LINK, Netlink, OVERLAY_LINK, PARK_LINK, base, overlay, reserved_ports, sync,
+    HOST_LINK, HOST_LINK_PEER, Netlink, OVERLAY_LINK, PARK_LINK, PARK_LINK_PEER, base, overlay,
+    reserved_ports, sync,
 };
 use weir_agent::policy;
 
@@ -51,6 +53,9 @@ pub(crate) fn run(config: &Config) -> Result<Vec<String>> {
     for pin in Kernel::cleanup(&config.bpffs)? {
         removed.push(format!("pin {}", pin.display()));
     }
+    // After the links of ours, whose sysctls go with them.
+    let restored = ChangedSysctls::of(&config.state_dir).restore()?;
+    removed.extend(restored.into_iter().map(|line| format!("sysctl: {line}")));
     for name in cni_api::STATE_NAMES.iter().chain(&[
         feed::STATE_NAME,
         policy::IDENTITIES_NAME,
@@ -65,7 +70,7 @@ pub(crate) fn run(config: &Config) -> Result<Vec<String>> {
     )?;
     // Not counted: this very run made it again.
     remove_path(&config.run_dir.join(super::LOCK_NAME), &mut Vec::new())?;
-    verify(&mut netlink)?;
+    verify(&mut netlink, config)?;
     Ok(removed)
 }
 
@@ -80,7 +85,8 @@ fn remove_path(path: &Path, removed: &mut Vec<String>) -> Result<()> {
     Ok(())
 }
 
-fn verify(netlink: &mut Netlink) -> Result<()> {
+/// Looks for what must be gone, by other ways than it was removed by.
+fn verify(netlink: &mut Netlink, config: &Config) -> Result<()> {
     let routes = netlink.own_routes()?;
     if let Some(route) = routes.first() {
         bail!(
@@ -89,12 +95,31 @@ fn verify(netlink: &mut Netlink) -> Result<()> {
             route.destination
         );
     }
+    const LINKS: [&str; 5] = [
+        HOST_LINK,
+        HOST_LINK_PEER,
+        OVERLAY_LINK,
+        PARK_LINK,
+        PARK_LINK_PEER,
+    ];
     let left = netlink
         .links()?
         .into_iter()
-        .find(|l| l.veth && cni_api::is_pod_link(&l.name));
-    match left {
-        Some(link) => bail!("link {} is left", link.name),
-        None => Ok(()),
+        .find(|l| (l.veth && cni_api::is_pod_link(&l.name)) || LINKS.contains(&l.name.as_str()));
+    if let Some(link) = left {
+        bail!("link {} is left", link.name);
     }
+    if let Some(pin) = Kernel::cleanup(&config.bpffs)?.first() {
+        bail!(
+            "{} came back; is another agent running on this node?",
+            pin.display()
+        );
+    }
+    for name in cni_api::STATE_NAMES {
+        let path = config.state_dir.join(name);
+        if path.exists() {
+            bail!("{} is left", path.display());
+        }
+    }
+    Ok(())
 }

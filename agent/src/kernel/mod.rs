@@ -118,6 +118,9 @@ pub trait PodPrograms: Send + Sync {
     /// [`AttachError`] when the kernel refuses a removal.
     fn detach_pod(&self, ifindex: u32, addresses: &[IpAddr]) -> Result<(), AttachError>;
 
+    /// Forgets links that have gone without [`Self::detach_pod`].
+    fn forget_absent(&self) {}
+
     /// Says whose link an interface is, before it gets programs: from then on, the policies of that pod judge it; while
     /// none is known, it is shut.
     ///
@@ -734,6 +737,10 @@ impl PodPrograms for Kernel {
 
     fn detach_pod(&self, ifindex: u32, addresses: &[IpAddr]) -> Result<(), AttachError> {
         lock(&self.programs).detach_pod(ifindex, addresses)
+    }
+
+    fn forget_absent(&self) {
+        lock(&self.programs).forget_absent();
     }
 
     fn set_host_ports(&self, host_ports: Vec<HostPort>) -> Result<(), AttachError> {

@@ -2,6 +2,7 @@
 
 use std::net::IpAddr;
 
+use super::changed_sysctls::ChangedSysctls;
 use super::link::{Link, VethEnd};
 use super::{
     HOST_LINK, HOST_LINK_PEER, Netlink, NetlinkError, PARK_LINK, PARK_LINK_PEER, absent_is_done,
@@ -40,22 +41,65 @@ pub struct ParkLink {
 ///
 /// # Errors
 /// [`NetlinkError`] names the sysctl.
-pub fn set_sysctls(uplinks: &[String]) -> Result<(), NetlinkError> {
-    sysctl::release_rp_filter_of_all()?;
-    sysctl::set("net/ipv4/ip_forward", "1")?;
+pub fn set_sysctls(changed: &ChangedSysctls, uplinks: &[String]) -> Result<(), NetlinkError> {
+    release_rp_filter_of_all(changed)?;
+    // Setting it sets it for every link as well.
+    let carried = of_every_link("net/ipv4/conf", "forwarding")?;
+    changed.set_with("net/ipv4/ip_forward", "1", &carried)?;
     // Forwarding would end router advertisements on the uplinks; 2 keeps them where they were in use.
     for uplink in uplinks {
         let key = format!("net/ipv6/conf/{uplink}/accept_ra");
         if sysctl::get(&key).as_deref() == Some("1") {
-            sysctl::set(&key, "2")?;
+            changed.set(&key, "2")?;
         }
         // Replies of services arrive here with an address whose route leads over the host link.
         let key = format!("net/ipv4/conf/{uplink}/rp_filter");
         if sysctl::get(&key).as_deref() == Some("1") {
-            sysctl::set(&key, "2")?;
+            changed.set(&key, "2")?;
         }
     }
-    sysctl::set_if_present("net/ipv6/conf/all/forwarding", "1")
+    let carried = of_every_link("net/ipv6/conf", "forwarding")?;
+    changed.set_with("net/ipv6/conf/all/forwarding", "1", &carried)
+}
+
+/// Switches reverse-path filtering off for one link and keeps it for all others. The kernel takes the larger of the
+/// value for `all` and that of the link, so `all` must be zero; links that relied on it get its value as their own.
+fn release_rp_filter_of_all(changed: &ChangedSysctls) -> Result<(), NetlinkError> {
+    const ALL: &str = "net/ipv4/conf/all/rp_filter";
+    let number = |key: &str| {
+        let value = sysctl::get(key);
+        value.and_then(|v| v.parse::<u8>().ok()).unwrap_or(0)
+    };
+    let all = number(ALL);
+    if all == 0 {
+        return Ok(());
+    }
+    for key in of_every_link("net/ipv4/conf", "rp_filter")? {
+        if key != ALL && number(&key) < all {
+            changed.set(&key, &all.to_string())?;
+        }
+    }
+    changed.set(ALL, "0")
+}
+
+/// The sysctl of this name of every link that is not ours, and of `all` and `default`.
+fn of_every_link(folder: &str, name: &str) -> Result<Vec<String>, NetlinkError> {
+    let path = format!("/proc/sys/{folder}");
+    let failed = |e| NetlinkError::new(format!("list {path}"), e);
+    let entries = match std::fs::read_dir(&path) {
+        // IPv6 may be switched off.
+        Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(Vec::new()),
+        entries => entries.map_err(failed)?,
+    };
+    let mut keys = Vec::new();
+    for entry in entries {
+        let link = entry.map_err(failed)?.file_name();
+        let link = link.to_string_lossy();
+        if !link.starts_with("weir") {
+            keys.push(format!("{folder}/{link}/{name}"));
+        }
+    }
+    Ok(keys)
 }
 
 /// Makes or adopts the host link, up and with its permanent neighbours.

@@ -5,12 +5,14 @@
 //! `compile`, never here; objects without our protocol number or our names are never changed.
 
 pub mod base;
+pub mod changed_sysctls;
 pub mod link;
 pub mod neighbour;
 pub mod netns;
 pub mod overlay;
 pub mod reserved_ports;
 pub mod route;
+pub mod shape;
 mod socket;
 pub mod sync;
 pub mod sysctl;

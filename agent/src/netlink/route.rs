@@ -107,15 +107,21 @@ impl Netlink {
         Ok(own)
     }
 
-    /// Every route of the main table as the kernel has it, whoever owns it.
+    /// Every route of every table as the kernel has it, whoever owns it.
     ///
     /// # Errors
     /// [`NetlinkError`] when the kernel refuses the dump.
     pub fn all_routes(&mut self) -> Result<Vec<PresentRoute>, NetlinkError> {
-        Ok(self.main_table()?.iter().filter_map(decode).collect())
+        Ok(self.every_table()?.iter().filter_map(decode).collect())
     }
 
     fn main_table(&mut self) -> Result<Vec<RouteMessage>, NetlinkError> {
+        let mut table = self.every_table()?;
+        table.retain(|route| route.header.table == RouteHeader::RT_TABLE_MAIN);
+        Ok(table)
+    }
+
+    fn every_table(&mut self) -> Result<Vec<RouteMessage>, NetlinkError> {
         let mut table = Vec::new();
         for family in [AddressFamily::Inet, AddressFamily::Inet6] {
             let mut query = RouteMessage::default();
@@ -124,11 +130,7 @@ impl Netlink {
                 .dump(&RouteNetlinkMessage::GetRoute(query))
                 .map_err(|e| NetlinkError::new("list routes", e))?;
             table.extend(messages.into_iter().filter_map(|m| match m {
-                RouteNetlinkMessage::NewRoute(route)
-                    if route.header.table == RouteHeader::RT_TABLE_MAIN =>
-                {
-                    Some(route)
-                }
+                RouteNetlinkMessage::NewRoute(route) => Some(route),
                 _ => None,
             }));
         }

@@ -41,29 +41,3 @@ pub fn get(key: &str) -> Option<String> {
         .ok()
         .map(|v| v.trim().to_owned())
 }
-
-/// Switches reverse-path filtering off for one link and keeps it for all others. The kernel takes the larger of the
-/// value for `all` and that of the link, so `all` must be zero; links that relied on it get its value as their own.
-///
-/// # Errors
-/// [`NetlinkError`] names the key.
-pub fn release_rp_filter_of_all() -> Result<(), NetlinkError> {
-    const ALL: &str = "net/ipv4/conf/all/rp_filter";
-    let number = |key: &str| get(key).and_then(|v| v.parse::<u8>().ok()).unwrap_or(0);
-    let all = number(ALL);
-    if all == 0 {
-        return Ok(());
-    }
-    let action = "list /proc/sys/net/ipv4/conf";
-    let entries =
-        std::fs::read_dir("/proc/sys/net/ipv4/conf").map_err(|e| NetlinkError::new(action, e))?;
-    for entry in entries {
-        let name = entry.map_err(|e| NetlinkError::new(action, e))?.file_name();
-        let name = name.to_string_lossy();
-        let key = format!("net/ipv4/conf/{name}/rp_filter");
-        if name != "all" && !name.starts_with("weir") && number(&key) < all {
-            set_if_present(&key, &all.to_string())?;
-        }
-    }
-    set(ALL, "0")
-}

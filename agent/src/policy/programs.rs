@@ -40,6 +40,10 @@ impl PodPrograms for Enforced {
             .map_err(failed("remove the policies", ifindex))
     }
 
+    fn forget_absent(&self) {
+        self.kernel.forget_absent();
+    }
+
     fn enter_pod(&self, ifindex: u32, pod: &LocalPod) -> Result<(), AttachError> {
         self.enforcer
             .enter(ifindex, pod)

@@ -8,7 +8,7 @@ use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use anyhow::{Context as _, Result, ensure};
+use anyhow::{Context as _, Result};
 use control_api::desired::Name;
 use control_api::v1::{Node, Object};
 use nix::mount::{MsFlags, mount};
@@ -16,6 +16,7 @@ use nix::sched::{CloneFlags, unshare};
 use serde_json::{Value, json};
 use tokio::runtime::Runtime;
 
+use crate::cni::Plugin;
 use crate::feed::Feed;
 use crate::fleet::Fleet;
 use crate::lab::{Lab, NODES, Namespace, Pod, UPLINKS, Underlay};
@@ -128,6 +129,18 @@ impl Agent {
         self.folder.path()
     }
 
+    /// The plugin of this agent's node.
+    pub(crate) fn plugin(&self, programs: &Programs) -> Plugin {
+        let folder = self.folder();
+        Plugin {
+            program: programs.cni.clone(),
+            config: json!({
+                "cniVersion": "1.0.0", "name": "weir", "type": "weir-cni",
+                "socket": folder.join("run/cni.sock"), "stateDir": folder.join("state"),
+            }),
+        }
+    }
+
     /// A pod wired by the plugin. One with a name is a pod of the cluster, and waits for what the feed tells of its policies.
     pub(crate) fn pod(
         &self,
@@ -136,7 +149,6 @@ impl Agent {
         name: Option<&Name>,
     ) -> Result<Pod> {
         let namespace = Namespace::new()?;
-        let folder = self.folder();
         let mut args = String::from("IgnoreUnknown=1");
         if let Some(Name { namespace, name }) = name {
             args.push_str(&format!(
@@ -144,28 +156,9 @@ impl Agent {
                 uid(namespace, name)
             ));
         }
-        let config = json!({
-            "cniVersion": "1.0.0", "name": "weir", "type": "weir-cni",
-            "socket": folder.join("run/cni.sock"), "stateDir": folder.join("state"),
-        });
-        let mut child = Command::new(&programs.cni)
-            .env("CNI_COMMAND", "ADD")
-            .env("CNI_CONTAINERID", format!("bench-{container}"))
-            .env("CNI_IFNAME", "eth0")
-            .env("CNI_PATH", "/opt/cni/bin")
-            .env("CNI_NETNS", namespace.path())
-            .env("CNI_ARGS", args)
-            .stdin(Stdio::piped())
-            .stdout(Stdio::piped())
-            .stderr(Stdio::piped())
-            .spawn()
-            .with_context(|| format!("start {}", programs.cni.display()))?;
-        let mut input = child.stdin.take().context("a standard input")?;
-        input.write_all(config.to_string().as_bytes())?;
-        drop(input);
-        let output = child.wait_with_output()?;
-        let said = String::from_utf8_lossy(&output.stdout);
-        ensure!(output.status.success(), "CNI ADD of {container}: {said}");
+        let container = format!("bench-{container}");
+        let plugin = self.plugin(programs);
+        let (said, _) = plugin.call("ADD", &container, &namespace.path(), &args)?;
         let result: Value = serde_json::from_str(&said).context("read the CNI result")?;
         Ok(Pod {
             namespace,
@@ -239,6 +232,11 @@ impl Agents {
         name: Option<&Name>,
     ) -> Result<Pod> {
         self.agents[node].pod(programs, container, name)
+    }
+
+    /// The plugin of a node.
+    pub(crate) fn plugin(&self, programs: &Programs, node: usize) -> Plugin {
+        self.agents[node].plugin(programs)
     }
 }
 

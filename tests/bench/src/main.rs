@@ -1,6 +1,7 @@
 //! `weir-bench`: measurements side by side. People use `cargo xtask bench NAME`.
 
 mod agents;
+mod cni;
 mod feed;
 mod fleet;
 mod lab;
@@ -60,6 +61,13 @@ enum Bench {
         programs: ProgramPaths,
         #[command(flatten)]
         options: route::Options,
+    },
+    /// Connecting pods: one after the other, many at once, on a full node (root).
+    Cni {
+        #[command(flatten)]
+        programs: ProgramPaths,
+        #[command(flatten)]
+        options: cni::Options,
     },
     /// The answering end of a measurement.
     #[command(hide = true)]
@@ -125,6 +133,7 @@ fn run(bench: Bench) -> Result<bool> {
         Bench::Program { programs, options } => program::run(options, &programs.into()),
         Bench::Policy { programs, options } => policy::run(options, &programs.into()),
         Bench::Route { programs, options } => route::run(options, &programs.into()),
+        Bench::Cni { programs, options } => cni::run(options, &programs.into()),
         Bench::Serve { cpu, first, count } => {
             load::pin(cpu)?;
             load::server::serve(first, count)?;

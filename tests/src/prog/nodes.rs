@@ -18,6 +18,7 @@ use weir_agent::compile::surroundings::{Choices, surroundings};
 use weir_agent::kernel::{HostLink, Kernel, Limits, NodeIdentity, PodLink, namespace_cookie};
 use weir_agent::netlink::Netlink;
 use weir_agent::netlink::base::{ensure_host_link, quiet, set_sysctls};
+use weir_agent::netlink::changed_sysctls::ChangedSysctls;
 use weir_agent::netlink::link::VethEnd;
 
 use super::world;
@@ -36,6 +37,7 @@ pub struct Node {
     number: u8,
     identity: NodeIdentity,
     limits: Limits,
+    changed: ChangedSysctls,
 }
 
 /// A pod: a namespace with one link into its node.
@@ -209,6 +211,9 @@ impl Node {
         ];
         let path = bpffs.join(format!("n{number}"));
         std::fs::create_dir(&path)?;
+        let state = bpffs.join(format!("state-{number}"));
+        std::fs::create_dir(&state)?;
+        let changed = ChangedSysctls::of(&state);
         mount(
             Some("bpf"),
             &path,
@@ -224,7 +229,7 @@ impl Node {
         };
         let kernel = inside(&netns, || {
             let mut netlink = Netlink::open()?;
-            set_sysctls(&["eth0".to_owned()])?;
+            set_sysctls(&changed, &["eth0".to_owned()])?;
             uplink(&mut netlink, &addresses, number)?;
             let host = host_link(&mut netlink, &addresses)?;
             let kernel = Kernel::open(&path, limits, identity.clone())?;
@@ -239,6 +244,7 @@ impl Node {
             number,
             identity,
             limits,
+            changed,
         })
     }
 
@@ -259,7 +265,7 @@ impl Node {
             };
             let far = end("eth0", 2, Some(netns.as_fd()));
             Netlink::open()?.create_veth(&end("eth1", 1, None), &far, 1500)?;
-            set_sysctls(&["eth1".to_owned()])?;
+            set_sysctls(&self.changed, &["eth1".to_owned()])?;
             neighbours("eth1", &ours, &theirs)?;
             Ok(self.kernel.attach_uplink("eth1")?)
         })?;

@@ -1,5 +1,6 @@
 //! Real agents with their eBPF programs: routes, pods, services, and agents that die while traffic runs.
 
+use std::collections::BTreeMap;
 use std::io::{Read as _, Write as _};
 use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream};
 use std::sync::Arc;
@@ -210,6 +211,78 @@ pub(crate) fn finish(cluster: &mut Cluster, pods: Vec<Pod>) {
         assert_eq!(member.pins(), Vec::<std::path::PathBuf>::new());
         assert_eq!(member.cleanup(), "", "a second cleanup finds nothing");
     }
+}
+
+/// Sysctls of a namespace that concern routing.
+fn sysctls(namespace: &Namespace) -> BTreeMap<String, String> {
+    let script = "cd /proc/sys/net && grep -r . ipv4/ip_forward ipv4/ip_local_reserved_ports ipv4/conf ipv6/conf";
+    let output = namespace.output("sh", &["-c", script]).unwrap();
+    let text = String::from_utf8_lossy(&output.stdout).into_owned();
+    let pairs = text.lines().filter_map(|line| line.split_once(':'));
+    pairs.map(|(k, v)| (k.into(), v.into())).collect()
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn cleanup_gives_back_what_the_agent_changed() {
+    if left_out("cleanup_gives_back_what_the_agent_changed") {
+        return;
+    }
+    let mut cluster = Cluster::start(1).await;
+    finish(&mut cluster, Vec::new());
+    let set = |namespace: &Namespace, key: &str, value: &str| {
+        let script = format!("echo {value} > /proc/sys/net/{key}");
+        assert!(
+            namespace
+                .output("sh", &["-c", &script])
+                .unwrap()
+                .status
+                .success()
+        );
+    };
+    let member = &mut cluster.members[0];
+    for (key, value) in [
+        ("ipv4/ip_forward", "0"),
+        // One link forwards although the node does not.
+        ("ipv4/conf/eth0/forwarding", "1"),
+        ("ipv6/conf/all/forwarding", "0"),
+        ("ipv6/conf/eth0/accept_ra", "1"),
+        ("ipv4/conf/all/rp_filter", "1"),
+        ("ipv4/conf/eth0/rp_filter", "0"),
+        ("ipv4/ip_local_reserved_ports", "8080"),
+    ] {
+        set(&member.namespace, key, value);
+    }
+    let before = sysctls(&member.namespace);
+    assert!(before.len() > 50, "{before:?}");
+    for _ in 0..2 {
+        member.start_agent();
+        let deadline = Instant::now() + Duration::from_secs(60);
+        while sysctls(&member.namespace)["ipv4/ip_local_reserved_ports"] == "8080" {
+            assert!(Instant::now() < deadline, "{}", member.log());
+            std::thread::sleep(Duration::from_millis(20));
+        }
+        member.kill_agent();
+    }
+    let during = sysctls(&member.namespace);
+    assert_eq!(during["ipv4/ip_forward"], "1");
+    assert_eq!(during["ipv6/conf/eth0/accept_ra"], "2");
+    assert_ne!(during["ipv4/ip_local_reserved_ports"], "8080");
+    // What somebody else has set meanwhile is theirs.
+    set(&member.namespace, "ipv4/conf/lo/rp_filter", "2");
+    let said = member.cleanup();
+    assert!(said.contains("net/ipv4/ip_forward is 0 again"), "{said}");
+    let mut after = sysctls(&member.namespace);
+    assert_eq!(
+        after
+            .insert(
+                "ipv4/conf/lo/rp_filter".into(),
+                before["ipv4/conf/lo/rp_filter"].clone()
+            )
+            .unwrap(),
+        "2"
+    );
+    assert_eq!(after, before);
+    assert_eq!(member.cleanup(), "");
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

@@ -1,31 +1,30 @@
 //! The CNI API with the real plugin and real links; the eBPF programs are replaced by ones that remember.
 
-use std::path::{Path, PathBuf};
-use std::process::Command;
+use std::path::Path;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
 use weir_agent::cni_api::ranges::NoRanges;
-use weir_agent::cni_api::{Attachments, Server, Settings, Store, conf};
+use weir_agent::cni_api::{Attachments, Server, Settings, Store};
 use weir_tests::topology::Namespace;
 
 use super::support::{Remembered, Runtime, addresses, skipped, talk};
 
 /// A node: its namespace, its state, and a CNI API that can end and start anew.
-struct Node {
+pub(crate) struct Node {
     // Dropped in this order: the server's threads live in the namespace.
     server: Option<Server>,
-    programs: Arc<Remembered>,
+    pub(crate) programs: Arc<Remembered>,
     cidrs: Arc<Mutex<Vec<String>>>,
-    runtime: Runtime,
-    namespace: Namespace,
+    pub(crate) runtime: Runtime,
+    pub(crate) namespace: Namespace,
     cool_down: Duration,
-    dir: tempfile::TempDir,
+    pub(crate) dir: tempfile::TempDir,
 }
 
 impl Node {
-    fn start(cidrs: &[&str]) -> Self {
+    pub(crate) fn start(cidrs: &[&str]) -> Self {
         let dir = tempfile::tempdir().unwrap();
         let mut node = Self {
             server: None,
@@ -76,7 +75,7 @@ impl Node {
     }
 
     /// Nothing of any pod is left: links, routes, neighbours, records, programs.
-    fn assert_empty(&self) {
+    pub(crate) fn assert_empty(&self) {
         assert_eq!(self.namespace.links().unwrap(), Vec::<String>::new());
         assert_eq!(
             self.namespace
@@ -103,7 +102,7 @@ impl Node {
     }
 }
 
-fn files(path: &Path) -> Vec<String> {
+pub(crate) fn files(path: &Path) -> Vec<String> {
     let entries = std::fs::read_dir(path).unwrap();
     entries
         .map(|e| e.unwrap().file_name().to_string_lossy().into_owned())
@@ -112,9 +111,9 @@ fn files(path: &Path) -> Vec<String> {
 
 /// On `lo`: this node has no network around it.
 const NODE_IPS: [&str; 2] = ["192.0.2.11", "2001:db8::11"];
-const BOTH: [&str; 2] = ["10.244.1.0/24", "fd00:10:244:1::/64"];
+pub(crate) const BOTH: [&str; 2] = ["10.244.1.0/24", "fd00:10:244:1::/64"];
 
-fn code(error: &Value) -> u64 {
+pub(crate) fn code(error: &Value) -> u64 {
     error["code"].as_u64().unwrap()
 }
 
@@ -484,49 +483,4 @@ fn many_pods_at_once_get_addresses_of_their_own() {
         node.runtime.del(&format!("d{n}")).unwrap();
     }
     node.assert_empty();
-}
-
-#[test]
-fn the_reference_client_gets_along_with_us() {
-    const TEST: &str = "the_reference_client_gets_along_with_us";
-    if skipped(TEST) {
-        return;
-    }
-    let Some(cnitool) = on_path("cnitool") else {
-        println!(
-            "SKIPPED {TEST}: cnitool is not on PATH (Go module containernetworking/cni/cnitool)"
-        );
-        return;
-    };
-    let node = Node::start(&BOTH);
-    let (conf, bin) = (node.dir.path().join("net.d"), node.dir.path().join("bin"));
-    conf::write(&conf, &node.runtime.socket, node.dir.path()).unwrap();
-    conf::install_plugin(&node.runtime.plugin, &bin).unwrap();
-    let pod = Namespace::new("pod").unwrap();
-    let call = |command: &str| {
-        let output = Command::new(&cnitool)
-            .env("NETCONFPATH", &conf)
-            .env("CNI_PATH", &bin)
-            .args([command, "weir"])
-            .arg(pod.path())
-            .output()
-            .unwrap();
-        let said = String::from_utf8_lossy(&output.stderr).into_owned();
-        assert!(output.status.success(), "cnitool {command}: {said}");
-        output.stdout
-    };
-    call("status");
-    let result: Value = serde_json::from_slice(&call("add")).unwrap();
-    assert_eq!(addresses(&result).len(), 2);
-    call("check");
-    call("del");
-    call("del");
-    node.assert_empty();
-}
-
-fn on_path(name: &str) -> Option<PathBuf> {
-    let path = std::env::var_os("PATH")?;
-    std::env::split_paths(&path)
-        .map(|folder| folder.join(name))
-        .find(|file| file.is_file())
 }

@@ -55,7 +55,73 @@ pub(crate) fn program(package: &str, name: &str) -> PathBuf {
     copy
 }
 
+/// CNI_ARGS of a container that is no pod of a cluster, which would have policies to wait for.
+pub(crate) const NO_POD: &str = "IgnoreUnknown=1";
+
+/// One call of a CNI plugin.
+pub(crate) struct Call<'a> {
+    pub(crate) plugin: &'a Path,
+    /// Where the plugin runs; here when unset.
+    pub(crate) inside: Option<&'a Namespace>,
+    /// CNI_PATH.
+    pub(crate) folders: &'a [PathBuf],
+    pub(crate) command: &'a str,
+    pub(crate) container: &'a str,
+    pub(crate) netns: Option<PathBuf>,
+    /// CNI_ARGS.
+    pub(crate) arguments: &'a str,
+    /// SIGKILL for the plugin, where it still runs by then; the result is then the error `null`.
+    pub(crate) kill_after: Option<Duration>,
+}
+
+impl Call<'_> {
+    /// As a runtime does it; errors carry the error object of the specification.
+    pub(crate) fn run(&self, config: &Value) -> Result<Value, Value> {
+        let program = self.plugin.to_str().unwrap();
+        let mut command = self
+            .inside
+            .map_or_else(|| Command::new(program), |inside| inside.command(program));
+        let mut child = command
+            .env_clear()
+            // Plugins of others start iptables.
+            .env("PATH", "/usr/sbin:/usr/bin:/sbin:/bin")
+            .env("CNI_COMMAND", self.command)
+            .env("CNI_CONTAINERID", self.container)
+            .env("CNI_IFNAME", "eth0")
+            .env("CNI_NETNS", self.netns.as_deref().unwrap_or(Path::new("")))
+            .env("CNI_PATH", std::env::join_paths(self.folders).unwrap())
+            .env("CNI_ARGS", self.arguments)
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::inherit())
+            .spawn()
+            .unwrap();
+        let _ = child
+            .stdin
+            .take()
+            .unwrap()
+            .write_all(config.to_string().as_bytes());
+        if let Some(moment) = self.kill_after {
+            std::thread::sleep(moment);
+            child.kill().unwrap();
+        }
+        let output = child.wait_with_output().unwrap();
+        let value = if output.stdout.is_empty() {
+            Value::Null
+        } else {
+            serde_json::from_slice(&output.stdout).unwrap()
+        };
+        match output.status.code() {
+            Some(0) => Ok(value),
+            Some(1) => Err(value),
+            None if self.kill_after.is_some() => Err(Value::Null),
+            other => panic!("{program} ended with {other:?}"),
+        }
+    }
+}
+
 /// Plays the container runtime of one node.
+#[derive(Clone)]
 pub(crate) struct Runtime {
     pub(crate) plugin: PathBuf,
     pub(crate) socket: PathBuf,
@@ -73,26 +139,8 @@ impl Runtime {
         }
     }
 
-    /// Calls the plugin as a runtime does; errors carry the error object of the specification.
-    pub(crate) fn call(
-        &self,
-        command: &str,
-        container: &str,
-        netns: Option<&Path>,
-        extra: Value,
-    ) -> Result<Value, Value> {
-        // No pod of a cluster, which would have policies to wait for.
-        self.call_for(command, container, netns, extra, "IgnoreUnknown=1")
-    }
-
-    fn call_for(
-        &self,
-        command: &str,
-        container: &str,
-        netns: Option<&Path>,
-        extra: Value,
-        arguments: &str,
-    ) -> Result<Value, Value> {
+    /// The network configuration, with `extra` keys.
+    pub(crate) fn config(&self, extra: Value) -> Value {
         let mut config = json!({
             "cniVersion": self.version,
             "name": "weir",
@@ -103,35 +151,40 @@ impl Runtime {
         if let (Some(config), Value::Object(extra)) = (config.as_object_mut(), extra) {
             config.extend(extra);
         }
-        let mut child = Command::new(&self.plugin)
-            .env_clear()
-            .env("CNI_COMMAND", command)
-            .env("CNI_CONTAINERID", container)
-            .env("CNI_IFNAME", "eth0")
-            .env("CNI_NETNS", netns.unwrap_or(Path::new("")))
-            .env("CNI_PATH", "/opt/cni/bin")
-            .env("CNI_ARGS", arguments)
-            .stdin(Stdio::piped())
-            .stdout(Stdio::piped())
-            .stderr(Stdio::inherit())
-            .spawn()
-            .unwrap();
-        let _ = child
-            .stdin
-            .take()
-            .unwrap()
-            .write_all(config.to_string().as_bytes());
-        let output = child.wait_with_output().unwrap();
-        let value = if output.stdout.is_empty() {
-            Value::Null
-        } else {
-            serde_json::from_slice(&output.stdout).unwrap()
-        };
-        match output.status.code() {
-            Some(0) => Ok(value),
-            Some(1) => Err(value),
-            other => panic!("weir-cni ended with {other:?}"),
+        config
+    }
+
+    /// Calls the plugin as a runtime does; errors carry the error object of the specification.
+    pub(crate) fn call(
+        &self,
+        command: &str,
+        container: &str,
+        netns: Option<&Path>,
+        extra: Value,
+    ) -> Result<Value, Value> {
+        self.call_for(command, container, netns, extra, NO_POD)
+    }
+
+    fn call_for(
+        &self,
+        command: &str,
+        container: &str,
+        netns: Option<&Path>,
+        extra: Value,
+        arguments: &str,
+    ) -> Result<Value, Value> {
+        let config = self.config(extra);
+        Call {
+            plugin: &self.plugin,
+            inside: None,
+            folders: &["/opt/cni/bin".into()],
+            command,
+            container,
+            netns: netns.map(Path::to_owned),
+            arguments,
+            kill_after: None,
         }
+        .run(&config)
     }
 
     pub(crate) fn add(&self, container: &str, pod: &Namespace) -> Result<Value, Value> {

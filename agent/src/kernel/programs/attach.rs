@@ -148,7 +148,7 @@ impl Programs {
         self.attach(Program::ToNetwork, ifindex, name)
             .map_err(failed("attach to_network", name))?;
         let first = |present: &mut u32| {
-            if *present == 0 || nix::net::if_::if_indextoname(*present).is_err() {
+            if *present == 0 || interface_name(*present).is_none() {
                 *present = ifindex;
             }
         };
@@ -260,10 +260,24 @@ impl Programs {
             }
         }
         for (ifindex, _) in self.links.entries().unwrap_or_default() {
-            match nix::net::if_::if_indextoname(ifindex) {
-                Err(_) => self.forget_interface(ifindex),
-                Ok(name) if !uses_tcx() => self.replace_filters(ifindex, &name.to_string_lossy()),
-                Ok(_) => {}
+            match interface_name(ifindex) {
+                None => self.forget_interface(ifindex),
+                Some(name) if !uses_tcx() => self.replace_filters(ifindex, &name),
+                Some(_) => {}
+            }
+        }
+    }
+
+    /// Forgets interfaces that have gone.
+    pub(in crate::kernel) fn forget_absent(&mut self) {
+        for (ifindex, program) in self.pins.links().unwrap_or_default() {
+            if interface_name(ifindex).is_none() {
+                self.forget_link(ifindex, program);
+            }
+        }
+        for (ifindex, _) in self.links.entries().unwrap_or_default() {
+            if interface_name(ifindex).is_none() {
+                self.forget_interface(ifindex);
             }
         }
     }
@@ -406,6 +420,13 @@ where
         Some(endpoint) if endpoint.ifindex == ifindex => table.remove(&address).map(drop),
         _ => Ok(()),
     }
+}
+
+/// The name of an interface; none when it is not there (for which nix answers an empty name).
+fn interface_name(ifindex: u32) -> Option<String> {
+    let name = nix::net::if_::if_indextoname(ifindex).ok()?;
+    let name = name.to_string_lossy();
+    (!name.is_empty()).then(|| name.into_owned())
 }
 
 fn forget_endpoints<A>(table: &Table<A, Endpoint>, ifindex: u32)
