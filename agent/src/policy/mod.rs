@@ -34,7 +34,7 @@ use crate::plan::policy::{Operation, Planner, Present};
 use domains::{AddressesInUse, DomainFile, Domains};
 pub use domains::{DOMAINS_NAME, watch as watch_domains};
 use drops::Recent;
-pub use drops::{Drop, watch as watch_drops};
+pub use drops::{Drop, Drops, watch as watch_drops};
 pub use explain::{DirectionReport, Explanation};
 pub use identities::IDENTITIES_NAME;
 use identities::IdentityFile;
@@ -540,8 +540,11 @@ impl Enforcer {
     /// Policies, pods that are shut, and the last drops.
     #[must_use]
     pub fn list(&self) -> PolicyList {
-        let drops = self.recent().iter().map(|(_, drop)| drop.clone()).collect();
-        self.with(|view| report::list(view, drops))
+        let mut list = self.with(report::list);
+        let recent = self.recent();
+        list.drops = recent.iter().map(|(_, drops)| drops.clone()).collect();
+        list.untold_drops = recent.untold();
+        list
     }
 
     /// What staged policies would change for these flows and for the packets that were dropped last.

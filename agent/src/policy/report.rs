@@ -10,7 +10,7 @@ use serde::{Deserialize, Serialize};
 
 use super::View;
 use super::domains;
-use super::drops::Drop;
+use super::drops::Drops;
 use super::ends;
 use super::explain::{self, Explanation, port_text};
 use crate::compile::policy::{
@@ -30,7 +30,10 @@ pub struct PolicyList {
     #[serde(default)]
     pub names: Vec<NameReport>,
     /// The last packets that policies dropped, the newest last.
-    pub drops: Vec<Drop>,
+    pub drops: Vec<Drops>,
+    /// Packets that policies dropped since the agent's start and that the kernel did not tell of one by one.
+    #[serde(default)]
+    pub untold_drops: u64,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -91,9 +94,9 @@ pub struct DiffEntry {
     pub why: String,
 }
 
-/// Lists policies.
+/// Lists policies, without drops.
 #[must_use]
-pub(super) fn list(view: &View<'_>, drops: Vec<Drop>) -> PolicyList {
+pub(super) fn list(view: &View<'_>) -> PolicyList {
     let mut pods: BTreeMap<Name, Vec<String>> = BTreeMap::new();
     for pod in view.locals.pods.values() {
         let known = pod.name.as_ref().and_then(|name| view.peers.get(name));
@@ -134,7 +137,8 @@ pub(super) fn list(view: &View<'_>, drops: Vec<Drop>) -> PolicyList {
         policies,
         shut: shut.collect(),
         names: learnt_names(view, domains::now_us()),
-        drops,
+        drops: Vec::new(),
+        untold_drops: 0,
     }
 }
 

@@ -452,6 +452,10 @@ fn a_drop_names_what_isolates_or_the_rule_that_denies() {
         said.why,
         "no rule allows it; isolated by NetworkPolicy ns/friends"
     );
+    // A packet of a flow that was denied before.
+    event.ifindex = 0;
+    let (_, later) = agent.with(|view| drops::describe(view, &event));
+    assert_eq!(later, said);
     event.verdict |= 1;
     let (_, said) = agent.with(|view| drops::describe(view, &event));
     assert!(
@@ -461,4 +465,50 @@ fn a_drop_names_what_isolates_or_the_rule_that_denies() {
     event.verdict |= verdict::PENDING;
     let (_, said) = agent.with(|view| drops::describe(view, &event));
     assert_eq!(said.why, "its policies were not known");
+    assert_eq!(said.pod, "ns/a");
+    // Of a pod that has left meanwhile no more is known than its address.
+    agent.leave(7).unwrap();
+    let (_, said) = agent.with(|view| drops::describe(view, &event));
+    assert_eq!(said.pod, "the pod at 10.0.0.1");
+}
+
+#[test]
+fn drops_of_one_kind_are_counted_with_the_time_of_the_last() {
+    let packet = Packet {
+        source: STRANGER.parse().unwrap(),
+        destination: "10.0.0.1".parse().unwrap(),
+        protocol: 6,
+        port: 80,
+    };
+    let drop = |source_port: u16, why: &str| Drop {
+        pod: "ns/a".into(),
+        direction: "ingress".into(),
+        from: STRANGER.into(),
+        source_port,
+        to: "10.0.0.1".into(),
+        port: "80/TCP".into(),
+        why: why.into(),
+    };
+    let at = |second: i64| jiff::Timestamp::from_second(second).unwrap();
+    let mut recent = Recent::default();
+    recent.add(packet, drop(40_000, "isolated"), 0, at(0));
+    recent.add(packet, drop(40_000, "a rule"), 3, at(1));
+    recent.add(packet, drop(40_001, "isolated"), 4, at(86_400));
+    let listed: Vec<_> = recent.iter().map(|(_, drops)| drops).collect();
+    let told = |drops: &Drops| {
+        let (why, port) = (drops.drop.why.clone(), drops.drop.source_port);
+        (why, port, drops.count, drops.last.clone())
+    };
+    assert_eq!(
+        listed.into_iter().map(told).collect::<Vec<_>>(),
+        [
+            ("a rule".into(), 40_000, 1, "1970-01-01T00:00:01Z".into()),
+            ("isolated".into(), 40_001, 2, "1970-01-02T00:00:00Z".into()),
+        ]
+    );
+    assert_eq!(recent.untold(), 7);
+    for other in 0..2_000 {
+        recent.add(packet, drop(1, &format!("{other}")), 0, at(90_000));
+    }
+    assert_eq!(recent.iter().count(), 1_000);
 }

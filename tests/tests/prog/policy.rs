@@ -112,7 +112,14 @@ fn a_revoked_flow_stops_both_ways_and_goes_on_when_it_is_allowed_again() {
             ensure!(passes(world)? == (false, false));
         }
         ensure!(world.counter("policy_egress")? == 5);
-        ensure!(policies.events().len() == 5);
+        // The flow's own ends in both directions, so that the pod is known.
+        let events = policies.events();
+        ensure!(events.len() == 5);
+        for event in &events {
+            ensure!((event.source, event.destination) == (events[0].source, events[0].destination));
+            ensure!(event.verdict == verdict::DENIED && event.destination_port.number() == 8080);
+            ensure!(event.source_port.number() == 40_000);
+        }
         policies.set_pod(a, POLICY, 0)?;
         policies.bump()?;
         ensure!(passes(world)? == (true, true) && passes(world)? == (true, true));

@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::Duration;
 
-use anyhow::{Context as _, Result, bail};
+use anyhow::{Context as _, Result, anyhow, bail};
 use clap::{Parser, Subcommand};
 use serde::de::DeserializeOwned;
 use weir_agent::observe::{CounterReport, FlowsReport, SOCKET_NAME, ServiceReport, StatusReport};
@@ -40,6 +40,8 @@ enum Command {
     /// Exits with 1 while the agent is not ready.
     Status,
     /// Services with their ports and ready backends, as this node has been told, and what is refused of them.
+    ///
+    /// Exits with 1 when there is no service of the name that is asked for.
     Services {
         /// Also what the kernel's tables hold: frontends with their flags, and backends.
         #[arg(long, short)]
@@ -109,8 +111,15 @@ fn run(cli: &Cli) -> Result<ExitCode> {
                 namespace.as_ref().is_none_or(|n| service.namespace == *n)
                     && name.as_ref().is_none_or(|n| service.name == *n)
             });
+            let place = namespace.as_ref().map(|n| format!(" in namespace {n}"));
+            let place = place.unwrap_or_default();
+            if let (Some(name), []) = (name, &services[..]) {
+                bail!("this node knows no service {name}{place}: weirctl services lists them");
+            }
             if cli.json {
                 serde_json::to_string_pretty(&services)? + "\n"
+            } else if services.is_empty() {
+                format!("No services{place}.\n")
             } else {
                 services_text(&services) + &programmed_text(&services, *programmed)?
             }
@@ -142,21 +151,32 @@ fn get(socket: &Path, path: &str) -> Result<String> {
     stream.set_write_timeout(Some(TIMEOUT))?;
     // HTTP/1.0: the answer ends with the connection, and is never cut in chunks.
     let request = format!("GET {path} HTTP/1.0\r\nHost: agent\r\n\r\n");
-    stream
-        .write_all(request.as_bytes())
-        .with_context(|| format!("ask the agent at {shown}"))?;
     let mut answer = String::new();
     stream
-        .read_to_string(&mut answer)
-        .with_context(|| format!("read the answer of the agent at {shown}"))?;
+        .write_all(request.as_bytes())
+        .and_then(|()| stream.read_to_string(&mut answer))
+        .map_err(|error| failed(error, &shown))?;
     let (head, body) = answer
         .split_once("\r\n\r\n")
         .with_context(|| format!("the agent at {shown} did not answer HTTP"))?;
     let status = head.split_ascii_whitespace().nth(1).unwrap_or_default();
-    if status != "200" {
-        bail!("the agent at {shown} answered {status}: {}", body.trim());
+    match (status, body.trim()) {
+        ("200", _) => Ok(body.to_owned()),
+        (status, "") => bail!("the agent at {shown} answered {status}"),
+        (_, why) => bail!("{why}"),
     }
-    Ok(body.to_owned())
+}
+
+/// A conversation that broke off. A time limit that passes is told as if it were a lack of resources.
+fn failed(error: std::io::Error, socket: &std::path::Display<'_>) -> anyhow::Error {
+    use std::io::ErrorKind::{TimedOut, WouldBlock};
+    if matches!(error.kind(), WouldBlock | TimedOut) {
+        return anyhow!(
+            "timeout: the agent at {socket} did not answer within {} s; it hangs or the node is overloaded: see its log, and start it anew if it stays so (pods keep their traffic)",
+            TIMEOUT.as_secs()
+        );
+    }
+    anyhow::Error::new(error).context(format!("ask the agent at {socket}"))
 }
 
 fn parse<T: DeserializeOwned>(body: &str) -> Result<T> {

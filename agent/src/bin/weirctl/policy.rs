@@ -25,7 +25,7 @@ pub(super) enum PolicyCommand {
     },
     /// Policies that select pods of this node, pods that are shut, and the last packets that policies dropped.
     List {
-        /// Also the last packets that were dropped.
+        /// Also the last packets that were dropped: why, how often and when last.
         #[arg(long)]
         drops: bool,
         /// Also the domain names of rules, with the addresses that DNS answers gave them.
@@ -180,14 +180,29 @@ fn list_text(list: &PolicyList, drops: bool, names: bool) -> Result<String> {
         let addresses: Vec<String> = addresses.collect();
         writeln!(out, "NAME  {}: {}", one.name, addresses.join(", "))?;
     }
-    for drop in list.drops.iter().filter(|_| drops) {
-        writeln!(
-            out,
-            "DROPPED  {} to {}, {}, by {} of {}: {}",
-            drop.from, drop.to, drop.port, drop.direction, drop.pod, drop.why
-        )?;
+    if drops {
+        drops_text(&mut out, list)?;
     }
     Ok(out)
+}
+
+fn drops_text(out: &mut String, list: &PolicyList) -> std::fmt::Result {
+    for one in &list.drops {
+        let drop = &one.drop;
+        writeln!(
+            out,
+            "DROPPED  {} times, last at {}: {} to {}, {}, by {} of {}: {}",
+            one.count, one.last, drop.from, drop.to, drop.port, drop.direction, drop.pod, drop.why
+        )?;
+    }
+    if list.untold_drops > 0 {
+        writeln!(
+            out,
+            "DROPPED  {} more since the agent's start, too many at once to be told one by one",
+            list.untold_drops
+        )?;
+    }
+    Ok(())
 }
 
 fn diff_text(diff: &DiffReport) -> Result<String> {

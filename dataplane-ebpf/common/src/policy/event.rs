@@ -21,7 +21,8 @@ pub struct DropEvent {
     pub reason: u32,
     /// See [`crate::policy::verdict`]: which side denied, and by which rule.
     pub verdict: u32,
-    /// Link of the pod whose policy denied.
+    /// Link of the pod whose policy denied. Zero when the packet's flow was denied before: the verdict's side says at
+    /// which end the pod is.
     pub ifindex: u32,
     /// [`crate::layout::PolicyState::generation`] when the packet was judged.
     pub generation: u32,
