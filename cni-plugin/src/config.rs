@@ -56,6 +56,35 @@ struct RuntimeConfig {
     bandwidth: Option<Value>,
 }
 
+/// Keys of `runtimeConfig.portMappings` and `runtimeConfig.bandwidth` (CNI conventions).
+const CAPABILITY_KEYS: [&str; 8] = [
+    "hostPort",
+    "containerPort",
+    "protocol",
+    "hostIP",
+    "ingressRate",
+    "ingressBurst",
+    "egressRate",
+    "egressBurst",
+];
+
+/// Writes the keys of capability values as the conventions do. Runtimes in Go may send the names of their fields
+/// (containerd: `HostPort`), and plugins in Go take keys in any case.
+fn with_known_keys(value: Value) -> Value {
+    let Value::Object(fields) = value else {
+        return value;
+    };
+    let known = |key: String| {
+        let same = |known: &&&str| known.eq_ignore_ascii_case(&key);
+        match CAPABILITY_KEYS.iter().find(same) {
+            Some(known) => (*known).to_owned(),
+            None => key,
+        }
+    };
+    let fields = fields.into_iter();
+    Value::Object(fields.map(|(key, value)| (known(key), value)).collect())
+}
+
 /// One container interface that still exists, in the input of GC.
 #[derive(Clone, Debug, Deserialize, PartialEq, Eq)]
 pub(crate) struct Attachment {
@@ -134,6 +163,7 @@ impl Config {
         };
         let ipam = Delegate::parse(raw.ipam.as_ref(), bytes).map_err(fail)?;
         let runtime = raw.runtime_config.unwrap_or_default();
+        let mappings = runtime.port_mappings.unwrap_or_default();
         Ok(Self {
             version,
             name: raw.name,
@@ -142,11 +172,40 @@ impl Config {
             prev_result: raw.prev_result.filter(|v| !v.is_null()),
             dns: raw.dns.filter(|v| !v.is_null()),
             valid_attachments: raw.valid_attachments.or(raw.attachments),
-            port_mappings: runtime.port_mappings.unwrap_or_default(),
+            port_mappings: mappings.into_iter().map(with_known_keys).collect(),
             ips: runtime.ips.unwrap_or_default(),
             mac: runtime.mac,
-            bandwidth: runtime.bandwidth.filter(|v| !v.is_null()),
+            bandwidth: runtime
+                .bandwidth
+                .filter(|v| !v.is_null())
+                .map(with_known_keys),
             ipam,
         })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn capabilities_are_read_as_containerd_writes_them() {
+        let sent = r#"{"cniVersion": "1.0.0", "name": "weir", "type": "weir-cni", "runtimeConfig": {
+            "portMappings": [{"HostPort": 8080, "ContainerPort": 80, "Protocol": "tcp", "HostIP": "192.0.2.1"}],
+            "bandwidth": {"IngressRate": 1000, "IngressBurst": 2000, "EgressRate": 0, "EgressBurst": 0}
+        }}"#;
+        let config = Config::parse(sent.as_bytes()).unwrap();
+        assert_eq!(
+            config.port_mappings,
+            [serde_json::json!({
+                "hostPort": 8080, "containerPort": 80, "protocol": "tcp", "hostIP": "192.0.2.1"
+            })]
+        );
+        assert_eq!(
+            config.bandwidth.unwrap(),
+            serde_json::json!({
+                "ingressRate": 1000, "ingressBurst": 2000, "egressRate": 0, "egressBurst": 0
+            })
+        );
     }
 }
