@@ -29,5 +29,7 @@ mod faults;
 mod feed;
 #[path = "node/overlay.rs"]
 mod overlay;
+#[path = "node/policies.rs"]
+mod policies;
 #[path = "node/support.rs"]
 mod support;

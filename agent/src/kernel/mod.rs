@@ -20,7 +20,7 @@ mod services;
 mod table;
 
 use std::collections::{BTreeMap, HashSet};
-use std::net::IpAddr;
+use std::net::{IpAddr, SocketAddr};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -36,7 +36,7 @@ use crate::compile::services::{Frontend, Owner, Refusal};
 pub use crate::compile::services::{HostPort, NodeIdentity, ServiceOptions};
 use crate::compile::surroundings::Surroundings;
 use crate::plan::policy::{Operation, Present};
-use crate::plan::services::{FrontendEntry, PresentBackend};
+use crate::plan::services::{FrontendEntry, Led, PresentBackend};
 pub use limits::Limits;
 pub use link::namespace_cookie;
 pub use memory::{give_back_memory, share_heaps};
@@ -461,6 +461,13 @@ impl Kernel {
     #[must_use]
     pub fn service_details(&self) -> (Vec<ServiceDetails>, Vec<(String, String)>) {
         lock(&self.services).details()
+    }
+
+    /// Where a new flow to a destination leads by the service maps. `outside`: its client is not of the cluster. None while it
+    /// is not known what they hold.
+    #[must_use]
+    pub fn lead(&self, destination: SocketAddr, protocol: u8, outside: bool) -> Option<Led> {
+        lock(&self.services).lead(destination, protocol, outside)
     }
 
     /// Makes the service maps equal to the desired state. Compares only what `changes` names; the first call must say

@@ -100,7 +100,8 @@ const MOST_FLOWS: usize = 100_000;
 
 impl Policies {
     fn explain(&self, from: &str, to: &str) -> Result<Vec<Explanation>, String> {
-        self.enforcer.explain(&self.feed.state(), from, to)
+        let state = self.feed.state();
+        self.enforcer.explain(&state, &*self.kernel, from, to)
     }
 
     fn list(&self) -> PolicyList {

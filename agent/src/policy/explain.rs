@@ -22,8 +22,14 @@ pub struct Explanation {
     pub to: String,
     /// As in «80/TCP».
     pub port: String,
-    /// As far as this node judges it.
+    /// As far as this node judges it: see `undecided`.
     pub allowed: bool,
+    /// What other nodes have to say of it, as in «node n2 decides ingress». Empty when this node denies it.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub undecided: Vec<String>,
+    /// The Service that leads there, and where it was asked.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub through: Option<String>,
     /// Names of rules for which DNS answers gave the destination's address.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub names: Vec<String>,
@@ -48,14 +54,14 @@ pub struct DirectionReport {
     pub lacking: Vec<String>,
 }
 
-/// Explains a packet between two ends. `by_service`: it has come to `to` through a Service.
+/// Explains a packet between two ends. `through`: the Service that leads it to `to`.
 #[must_use]
 pub(super) fn explain(
     view: &View<'_>,
     from: &End,
     to: &End,
     (protocol, port): (u8, u16),
-    by_service: bool,
+    through: Option<String>,
 ) -> Explanation {
     let packet = Packet {
         source: from.address,
@@ -63,7 +69,7 @@ pub(super) fn explain(
         protocol,
         port,
     };
-    let said = if from.address == to.address && !by_service {
+    let said = if from.address == to.address && through.is_none() {
         // It does not leave the pod.
         Verdict {
             egress: Some(Judgement::Exempt),
@@ -76,11 +82,23 @@ pub(super) fn explain(
         direction(view, Direction::Egress, from, to, &packet, said.egress),
         direction(view, Direction::Ingress, to, from, &packet, said.ingress),
     ];
+    let allowed = said.allows();
+    let judges = [(from, said.egress), (to, said.ingress)];
+    let undecided = judges
+        .iter()
+        .zip([Direction::Egress, Direction::Ingress])
+        .filter(|((_, said), _)| allowed && said.is_none())
+        .filter_map(|((end, _), direction)| {
+            let node = elsewhere(view, end)?;
+            Some(format!("node {node} decides {}", direction.name()))
+        });
     Explanation {
         from: from.to_string(),
         to: to.to_string(),
         port: port_text(protocol, port),
-        allowed: said.allows(),
+        allowed,
+        undecided: undecided.collect(),
+        through,
         names: view
             .domains
             .names_of(to.address)
@@ -108,7 +126,7 @@ fn direction(
         lacking: Vec::new(),
     };
     let Some(said) = said else {
-        (report.verdict, report.reason) = elsewhere(own);
+        (report.verdict, report.reason) = not_asked(view, own);
         return report;
     };
     report.verdict = if said.allows() { "allowed" } else { "denied" }.into();
@@ -154,22 +172,26 @@ fn direction(
     report
 }
 
+/// The other node that asks the policies of a pod.
+fn elsewhere<'a>(view: &View<'_>, own: &'a End) -> Option<&'a str> {
+    let node = own.node.as_deref().filter(|_| own.is_pod);
+    node.filter(|node| *node != view.locals.node_name)
+}
+
 /// What is said of an end whose policies this node does not ask.
-fn elsewhere(own: &End) -> (String, String) {
-    match &own.node {
-        Some(node) if own.is_pod => (
-            "judged elsewhere".into(),
-            format!("the pod runs on node {node}: ask weirctl there"),
+fn not_asked(view: &View<'_>, own: &End) -> (String, String) {
+    let (verdict, reason) = match elsewhere(view, own) {
+        Some(node) => (
+            "judged elsewhere",
+            format!("a pod of node {node}: ask weirctl there"),
         ),
-        _ if own.is_pod => (
-            "judged elsewhere".into(),
-            "the pod is not attached to this node".into(),
+        None if own.is_pod => (
+            "not judged",
+            "no pod with this address is attached to this node".into(),
         ),
-        _ => (
-            "not judged".into(),
-            "no pod: policies do not apply to it".into(),
-        ),
-    }
+        None => ("not judged", "no pod: policies do not apply to it".into()),
+    };
+    (verdict.into(), reason)
 }
 
 /// Rules that do not decide, and why: those that come before the one that does, or all.

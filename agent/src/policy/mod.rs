@@ -16,7 +16,7 @@ mod stats;
 mod tests;
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::net::IpAddr;
+use std::net::{IpAddr, SocketAddr};
 use std::path::Path;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
@@ -31,6 +31,7 @@ use crate::compile::policy::{
 };
 use crate::kernel::{Kernel, KernelError, ObservedFlow};
 use crate::plan::policy::{Operation, Planner, Present};
+use crate::plan::services::Led;
 use domains::{AddressesInUse, DomainFile, Domains};
 pub use domains::{DOMAINS_NAME, watch as watch_domains};
 use drops::Recent;
@@ -70,6 +71,23 @@ impl PolicyMaps for Kernel {
 
     fn write(&self, operations: &[Operation]) -> Result<(), KernelError> {
         self.write_policies(operations)
+    }
+}
+
+/// Where packets lead by the service tables: a seam like [`PolicyMaps`].
+pub trait ServiceTables {
+    /// Where a new flow to a destination leads. `outside`: its client is not of the cluster.
+    ///
+    /// # Errors
+    /// That what is in the tables is not known now.
+    fn lead(&self, destination: SocketAddr, protocol: u8, outside: bool) -> Result<Led, String>;
+}
+
+impl ServiceTables for Kernel {
+    fn lead(&self, destination: SocketAddr, protocol: u8, outside: bool) -> Result<Led, String> {
+        self.lead(destination, protocol, outside).ok_or_else(|| {
+            "what the service tables hold is not known now: try again in a second".into()
+        })
     }
 }
 
@@ -528,13 +546,14 @@ impl Enforcer {
     pub fn explain(
         &self,
         state: &DesiredState,
+        services: &dyn ServiceTables,
         from: &str,
         to: &str,
     ) -> Result<Vec<Explanation>, String> {
         if self.is_keeping() {
             return Err("the control plane has not told this agent any policies yet: packets are judged as the agent before it was told".into());
         }
-        self.with(|view| report::explain_all(view, state, from, to))
+        self.with(|view| report::explain_all(view, state, services, from, to))
     }
 
     /// Policies, pods that are shut, and the last drops.

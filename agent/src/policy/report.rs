@@ -8,11 +8,11 @@ use control_api::name_map::NameMap;
 use control_api::v1::{Policy, PolicyPeer, PolicyTier};
 use serde::{Deserialize, Serialize};
 
-use super::View;
 use super::domains;
 use super::drops::Drops;
 use super::ends;
 use super::explain::{self, Explanation, port_text};
+use super::{ServiceTables, View};
 use crate::compile::policy::{
     Compiler, DomainAnswers, Input, Judgement, Limits, Locals, Mode, Packet, Verdict, verdict,
 };
@@ -157,34 +157,43 @@ fn learnt_names(view: &View<'_>, now_us: i64) -> Vec<NameReport> {
         .collect()
 }
 
-/// Explains every packet that a question means: one for each pair of addresses of a family.
+/// Explains every packet that a question means: one for each pair of addresses of a family, and for each backend where a
+/// Service leads it on.
 ///
 /// # Errors
 /// What in the question is not known here.
 pub(super) fn explain_all(
     view: &View<'_>,
     state: &DesiredState,
+    services: &dyn ServiceTables,
     from: &str,
     to: &str,
 ) -> Result<Vec<Explanation>, String> {
-    let (to, port, protocol) = ends::cut(to)?;
-    let sources = ends::find(view, state, from)?;
-    let targets = ends::targets(view, state, to, port, protocol)?;
-    let by_service = to.starts_with(ends::SERVICE);
+    let asked = ends::cut(to)?;
     let mut all = Vec::new();
-    for source in &sources {
+    let mut refused = None;
+    for source in &ends::find(view, state, from)? {
+        let v4 = source.address.is_ipv4();
+        let protocol = asked.protocol(v4);
+        let targets = ends::targets(view, state, services, source, &asked);
+        let targets = targets.unwrap_or_else(|why| {
+            refused = Some(why);
+            Vec::new()
+        });
         let same = targets
             .iter()
-            .filter(|target| target.end.address.is_ipv4() == source.address.is_ipv4());
+            .filter(|target| target.end.address.is_ipv4() == v4);
         all.extend(same.map(|target| {
-            let asked = (protocol, target.port);
-            explain::explain(view, source, &target.end, asked, by_service)
+            let port = (protocol, target.port);
+            let through = target.through.clone();
+            explain::explain(view, source, &target.end, port, through)
         }));
     }
-    if all.is_empty() {
-        return Err(format!("{from} and {to} have no addresses of one family"));
+    match refused {
+        _ if !all.is_empty() => Ok(all),
+        Some(why) => Err(why),
+        None => Err(format!("{from} and {to} have no addresses of one family")),
     }
-    Ok(all)
 }
 
 /// Packets, what is enforced of them, and what it takes to compile staged policies: a copy that shares what it can.
@@ -252,7 +261,7 @@ pub(super) fn diff(question: &Question, state: &DesiredState) -> DiffReport {
         let from = ends::at(&with_staged, state, packet.source);
         let to = ends::at(&with_staged, state, packet.destination);
         let asked = (packet.protocol, packet.port);
-        let said = explain::explain(&with_staged, &from, &to, asked, true);
+        let said = explain::explain(&with_staged, &from, &to, asked, Some(String::new()));
         report.changes.push(DiffEntry {
             from: from.to_string(),
             to: to.to_string(),

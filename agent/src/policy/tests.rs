@@ -293,9 +293,20 @@ fn a_plan_that_breaks_off_is_mended_from_the_maps() {
 }
 
 fn explained(agent: &Enforcer, state: &DesiredState, from: &str, to: &str) -> Explanation {
-    let mut all = agent.explain(state, from, to).unwrap();
-    assert_eq!(all.len(), 1);
+    let mut all = agent.explain(state, &Tables::default(), from, to).unwrap();
+    assert_eq!(all.len(), 1, "{all:?}");
     all.remove(0)
+}
+
+/// Service tables: where clients of the cluster are led, and those from outside.
+#[derive(Default)]
+struct Tables(BTreeMap<(SocketAddr, u8), [Led; 2]>);
+
+impl ServiceTables for Tables {
+    fn lead(&self, destination: SocketAddr, protocol: u8, outside: bool) -> Result<Led, String> {
+        let led = self.0.get(&(destination, protocol));
+        Ok(led.map_or(Led::Direct, |led| led[usize::from(outside)].clone()))
+    }
 }
 
 /// The Service `ns/web`, whose port 80 is the port 8080 of the pod `a`.
@@ -385,8 +396,121 @@ fn an_explanation_names_the_rule_or_what_every_rule_lacked() {
         ("friend", "ns/a:80"),
         ("ns/a", "ns/friend:80/carrier"),
     ] {
-        assert!(agent.explain(&state, from, to).is_err(), "{from} to {to}");
+        let said = agent.explain(&state, &Tables::default(), from, to);
+        assert!(said.is_err(), "{from} to {to}");
     }
+}
+
+/// Tables that lead to `ns/web`, of which clients from outside have one backend, and to the node's DNS server.
+fn web_and_dns() -> Tables {
+    let led = |owner: &str, backends: &[&str]| Led::Service {
+        owner: owner.into(),
+        backends: backends.iter().map(|text| text.parse().unwrap()).collect(),
+    };
+    let inside = led("service ns/web", &["10.0.0.1:8080", "10.2.0.7:8080"]);
+    let outside = led("service ns/web", &["10.0.0.1:8080"]);
+    let dns = led("service kube-system/kube-dns", &["192.0.2.11:10053"]);
+    let mut tables = Tables::default();
+    for at in ["10.96.0.9:80", "192.0.2.11:30080"] {
+        let both = [inside.clone(), outside.clone()];
+        tables.0.insert((at.parse().unwrap(), 6), both);
+    }
+    let at = "10.96.0.10:53".parse().unwrap();
+    tables.0.insert((at, 17), [dns.clone(), dns]);
+    let at = "10.96.0.9:81".parse().unwrap();
+    tables.0.insert((at, 6), [Led::Refused, Led::Refused]);
+    tables
+}
+
+/// What the service tables of the node lead on is explained for every backend, whatever it was called.
+#[test]
+fn an_explanation_follows_the_service_tables() {
+    let node = Node::new();
+    let mut state = state();
+    add_web_service(&mut state);
+    let name = Name::new("ns", "web");
+    let mut service = state.services.get(&name).unwrap().clone();
+    service.cluster_ips = vec!["10.96.0.9".into()];
+    state.services.insert(name, service);
+    let other = control_api::v1::Node {
+        name: "n2".into(),
+        internal_ips: vec!["192.0.2.12".into()],
+        pod_cidrs: vec!["10.2.0.0/24".into(), "fd00:2::/64".into()],
+        ..Default::default()
+    };
+    state.nodes.insert("n2".into(), other);
+    let agent = node.agent(&DesiredState::default());
+    agent.enter(7, &pod("a", 1)).unwrap();
+    agent.enter(8, &pod("b", 2)).unwrap();
+    agent.set_node_addresses(["192.0.2.11".parse().unwrap()].into());
+    agent.apply(&state, &Changes::everything()).unwrap();
+
+    let tables = web_and_dns();
+    let explain = |from: &str, to: &str| agent.explain(&state, &tables, from, to);
+
+    for to in ["10.96.0.9:80", "192.0.2.11:30080", "svc/ns/web:80"] {
+        let said = explain("ns/b", to).unwrap();
+        let [local, far] = &said[..] else {
+            panic!("{to}: {said:?}");
+        };
+        // The friend's policy keeps `b` from `a`; the pod elsewhere is another node's to judge.
+        assert!(
+            !local.allowed && local.undecided.is_empty(),
+            "{to}: {local:?}"
+        );
+        assert_eq!((&*local.to, &*local.port), ("ns/a (10.0.0.1)", "8080/TCP"));
+        let through = local.through.as_deref().unwrap();
+        assert!(
+            through.starts_with("service ns/web, asked at "),
+            "{through}"
+        );
+        assert!(far.allowed, "{to}: {far:?}");
+        assert_eq!(far.undecided, ["node n2 decides ingress"]);
+        assert_eq!(far.directions[1].verdict, "judged elsewhere");
+        assert_eq!(
+            explain("198.51.100.9", to).unwrap().len(),
+            1,
+            "one from outside"
+        );
+    }
+    // Cluster DNS is the node's own.
+    let said = explain("ns/a", "10.96.0.10:53/udp").unwrap();
+    assert!(said[0].allowed && said[0].undecided.is_empty());
+    assert_eq!(
+        said[0].directions[0].reason,
+        "a pod and its own node always reach one another"
+    );
+    let refused = explain("ns/a", "10.96.0.9:81").unwrap_err();
+    assert!(refused.contains("none has 81/TCP"), "{refused}");
+    assert!(
+        explain("svc/ns/web", "ns/a:80")
+            .unwrap_err()
+            .contains("sends nothing")
+    );
+    for unreadable in ["a/b/c:80", "svc/a/b/c:80", "ns/a/tcp", "ns/icmp"] {
+        let why = explain("ns/a", unreadable).unwrap_err();
+        assert!(why.contains("namespace/"), "{unreadable}: {why}");
+    }
+}
+
+#[test]
+fn protocols_without_ports_need_none_and_follow_the_family() {
+    let asked = |text: &str| ends::cut(text).map(|asked| (asked.to.to_owned(), asked.port));
+    let whole = |to: &str| Ok((to.to_owned(), 0));
+    assert_eq!(asked("shop/db/icmp"), whole("shop/db"));
+    assert_eq!(asked("svc/shop/db/icmp"), whole("svc/shop/db"));
+    assert_eq!(asked("10.0.0.1/icmp"), whole("10.0.0.1"));
+    assert_eq!(asked("fd00::1/ICMPv6"), whole("fd00::1"));
+    assert_eq!(asked("[fd00::1]/50"), whole("fd00::1"));
+    assert_eq!(asked("shop/db:0/icmp"), whole("shop/db"));
+    assert_eq!(asked("a.example/icmp"), whole("a.example"));
+    assert_eq!(asked("shop/db:80/sctp"), Ok(("shop/db".into(), 80)));
+    assert_eq!(asked("[fd00::1]:80"), Ok(("fd00::1".into(), 80)));
+    for text in ["shop/icmp", "shop/db/udp", "shop/db", "shop/db:http", ""] {
+        assert!(asked(text).is_err(), "{text}");
+    }
+    let icmp = ends::cut("shop/db/icmp").unwrap();
+    assert_eq!((icmp.protocol(true), icmp.protocol(false)), (1, 58));
 }
 
 #[test]

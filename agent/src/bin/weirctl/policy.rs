@@ -10,17 +10,25 @@ use weir_agent::policy::{DiffReport, Explanation, PolicyList};
 
 use super::{get, parse, pretty, table};
 
+/// This node allows it, and another one has still to judge it. Two is taken: arguments that cannot be read.
+const UNDECIDED: u8 = 3;
+
 #[derive(Debug, Subcommand)]
 pub(super) enum PolicyCommand {
     /// Whether a packet may pass, and why: which policies isolate, which rule decides, what the others lacked.
     ///
-    /// Exits with 1 when this node denies it. Policies are asked after services are translated, and each end is judged on
-    /// its own node.
+    /// Policies are asked after services are translated: what is sent to a Service's address or NodePort is explained for
+    /// each backend that this node's kernel may choose. Each end is judged on its own node.
+    ///
+    /// Exits with 0 when it is allowed, 1 when this node denies it (or the question has an error), and 3 when this node
+    /// allows it and another has still to judge it: ask there as well.
     Explain {
-        /// namespace/pod, node/NAME, or an address.
+        /// namespace/pod, node/NAME, an address, or a domain name of a rule.
         from: String,
-        /// TO:PORT or TO:PORT/PROTOCOL, where TO is as FROM, svc/namespace/name, or a domain name of a rule; IPv6 addresses
-        /// in brackets.
+        /// TO:PORT, TO:PORT/PROTOCOL, or TO/PROTOCOL for protocols without ports, as in shop/db/icmp.
+        ///
+        /// TO is as FROM, or svc/namespace/name; IPv6 addresses in brackets. Protocols are tcp (when there is none), udp,
+        /// sctp, icmp (that of the family), or a number.
         to: String,
     },
     /// Policies that select pods of this node, pods that are shut, and the last packets that policies dropped.
@@ -49,6 +57,8 @@ pub(super) fn run(
             let said: Vec<Explanation> = parse(&body)?;
             if said.iter().any(|one| !one.allowed) {
                 code = ExitCode::FAILURE;
+            } else if said.iter().any(|one| !one.undecided.is_empty()) {
+                code = ExitCode::from(UNDECIDED);
             }
             if json {
                 pretty(&body)?
@@ -95,8 +105,18 @@ fn explain_text(said: &[Explanation]) -> Result<String> {
         if place > 0 {
             writeln!(out)?;
         }
-        let word = if one.allowed { "ALLOWED" } else { "DENIED" };
+        let word = match (one.allowed, &one.undecided[..]) {
+            (false, _) => "DENIED",
+            (true, []) => "ALLOWED",
+            (true, _) => "ALLOWED BY THIS NODE",
+        };
         writeln!(out, "{word}  {} to {}, {}", one.from, one.to, one.port)?;
+        if !one.undecided.is_empty() {
+            writeln!(out, "  {}: ask weirctl there", one.undecided.join(", "))?;
+        }
+        if let Some(through) = &one.through {
+            writeln!(out, "  through {through}")?;
+        }
         if !one.names.is_empty() {
             let names = one.names.join(", ");
             writeln!(out, "  DNS answers gave the address for {names}")?;

@@ -4,7 +4,7 @@ mod additions;
 mod tables;
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::net::IpAddr;
+use std::net::{IpAddr, SocketAddr};
 use std::path::Path;
 
 use control_api::desired::{Changes, DesiredState};
@@ -17,7 +17,7 @@ use crate::compile::node_addresses::{self, NodeAddresses};
 use crate::compile::services::{
     Catalog, Family, HostPort, NodeIdentity, Refusal, ServiceOptions, Wanted,
 };
-use crate::plan::services::{Operation, Planner, Present};
+use crate::plan::services::{Led, Operation, Planner, Present};
 use tables::FamilyTables;
 
 /// More of what is asked for and not served is counted, not listed.
@@ -155,6 +155,15 @@ impl Services {
             backends: service.backends().copied().collect(),
         });
         (details.collect(), self.failed())
+    }
+
+    /// Where a new flow leads; None while it is not known what the maps hold.
+    pub(super) fn lead(&self, to: SocketAddr, protocol: u8, outside: bool) -> Option<Led> {
+        let addresses = self.catalog.addresses();
+        let mut nodes = addresses.own().chain(addresses.peers());
+        let node_ports = nodes.any(|(address, serves)| serves && address == to.ip());
+        let planner = self.planner.as_ref()?;
+        Some(planner.lead(to, protocol, node_ports, outside))
     }
 
     /// Everything that is asked for and not in the maps, and why; the first [`MAX_LISTED`] of it.

@@ -7,6 +7,7 @@
 
 mod group;
 mod ids;
+mod lead;
 mod present;
 mod steps;
 
@@ -14,6 +15,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 pub use crate::compile::services::Family;
 use crate::compile::services::{Frontend, Scope, ServiceKey, Wanted, WantedService};
+pub use lead::Led;
 pub use present::{BackendUse, FrontendEntry, Operation, Plan, Present, PresentBackend, Room};
 
 use group::Group;

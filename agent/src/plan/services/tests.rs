@@ -487,6 +487,53 @@ fn a_whole_address_comes_and_goes_with_its_services() {
 /// Frontend numbers below this are all that a history uses.
 const FRONTENDS: u8 = 8;
 
+#[test]
+fn a_new_flow_is_led_as_the_programs_lead_it() {
+    let mut planner = planner(Present::default());
+    let mut maps = Maps::default();
+    let mut inside = service(&[1], &[1, 2]).unwrap();
+    let node_port = Frontend {
+        address: Family::V4.wildcard(),
+        port: 30_080,
+        ..frontend(1, Scope::All)
+    };
+    let split = FrontendOptions {
+        external_scope: true,
+        ..FrontendOptions::default()
+    };
+    inside.frontends.push((node_port, split));
+    inside.backends.push(backend(5, true));
+    let mut outside = service(&[], &[2]).unwrap();
+    let external = Frontend {
+        scope: Scope::External,
+        ..node_port
+    };
+    outside.frontends = vec![(external, FrontendOptions::default())];
+    let mut all = whole(wanted([(1, Some(inside)), (2, Some(outside))]));
+    all.addresses.insert(IpAddr::from([10, 96, 0, 1]), true);
+    maps.carry_out(&planner.plan(&all));
+
+    let lead = |to: &str, protocol, node_ports, outside| {
+        planner.lead(to.parse().unwrap(), protocol, node_ports, outside)
+    };
+    let led = |number: u8, backends: &[u8]| Led::Service {
+        owner: format!("service default/s{number}"),
+        backends: backends
+            .iter()
+            .map(|n| ([10, 244, 0, *n], 8080).into())
+            .collect(),
+    };
+    assert_eq!(lead("10.96.0.1:80", 6, false, false), led(1, &[1, 2]));
+    assert_eq!(lead("10.96.0.1:80", 6, false, true), led(1, &[1, 2]));
+    assert_eq!(lead("192.0.2.1:30080", 6, true, false), led(1, &[1, 2]));
+    assert_eq!(lead("192.0.2.1:30080", 6, true, true), led(2, &[2]));
+    assert_eq!(lead("192.0.2.1:30080", 6, false, false), Led::Direct);
+    assert_eq!(lead("10.96.0.1:81", 6, false, false), Led::Refused);
+    assert_eq!(lead("10.96.0.1:80", 17, false, false), Led::Refused);
+    assert_eq!(lead("10.96.0.1:0", 1, false, false), Led::Refused);
+    assert_eq!(lead("10.244.0.1:8080", 6, false, false), Led::Direct);
+}
+
 fn options() -> impl Strategy<Value = FrontendOptions> {
     (any::<bool>(), any::<bool>()).prop_map(|(maglev, ranges)| FrontendOptions {
         maglev,

@@ -113,7 +113,7 @@ fn what_an_answer_said_is_in_the_maps_once_it_is_placed() {
     assert_eq!(by_name.to, ONE);
     assert!(
         agent
-            .explain(&state(), "ns/a", "no.example.org:443")
+            .explain(&state(), &Tables::default(), "ns/a", "no.example.org:443")
             .is_err()
     );
 }
