@@ -143,19 +143,23 @@ fn run(cli: &Cli) -> Result<ExitCode> {
 
 /// One request to the agent; the body of its answer.
 fn get(socket: &Path, path: &str) -> Result<String> {
+    ask(socket, path, TIMEOUT)
+}
+
+fn ask(socket: &Path, path: &str, patience: Duration) -> Result<String> {
     let shown = socket.display();
     let mut stream = UnixStream::connect(socket).with_context(|| {
         format!("connect to the agent at {shown} (is weir-agent running here, and are you root?)")
     })?;
-    stream.set_read_timeout(Some(TIMEOUT))?;
-    stream.set_write_timeout(Some(TIMEOUT))?;
+    stream.set_read_timeout(Some(patience))?;
+    stream.set_write_timeout(Some(patience))?;
     // HTTP/1.0: the answer ends with the connection, and is never cut in chunks.
     let request = format!("GET {path} HTTP/1.0\r\nHost: agent\r\n\r\n");
     let mut answer = String::new();
     stream
         .write_all(request.as_bytes())
         .and_then(|()| stream.read_to_string(&mut answer))
-        .map_err(|error| failed(error, &shown))?;
+        .map_err(|error| failed(error, &shown, patience))?;
     let (head, body) = answer
         .split_once("\r\n\r\n")
         .with_context(|| format!("the agent at {shown} did not answer HTTP"))?;
@@ -168,12 +172,15 @@ fn get(socket: &Path, path: &str) -> Result<String> {
 }
 
 /// A conversation that broke off. A time limit that passes is told as if it were a lack of resources.
-fn failed(error: std::io::Error, socket: &std::path::Display<'_>) -> anyhow::Error {
+fn failed(
+    error: std::io::Error,
+    socket: &std::path::Display<'_>,
+    patience: Duration,
+) -> anyhow::Error {
     use std::io::ErrorKind::{TimedOut, WouldBlock};
     if matches!(error.kind(), WouldBlock | TimedOut) {
         return anyhow!(
-            "timeout: the agent at {socket} did not answer within {} s; it hangs or the node is overloaded: see its log, and start it anew if it stays so (pods keep their traffic)",
-            TIMEOUT.as_secs()
+            "timeout: the agent at {socket} did not answer within {patience:?}; it hangs or the node is overloaded: see its log, and start it anew if it stays so (pods keep their traffic)"
         );
     }
     anyhow::Error::new(error).context(format!("ask the agent at {socket}"))
@@ -410,4 +417,22 @@ fn duration_text(seconds: u64) -> String {
 fn to_mib(bytes: i64) -> f64 {
     let kib = u32::try_from(bytes / 1024).unwrap_or(u32::MAX);
     f64::from(kib) / 1024.0
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::net::UnixListener;
+
+    use super::*;
+
+    #[test]
+    fn an_agent_that_does_not_answer_is_told_as_a_timeout() {
+        let dir = tempfile::tempdir().unwrap();
+        let socket = dir.path().join(SOCKET_NAME);
+        let _hung = UnixListener::bind(&socket).unwrap();
+        let error = ask(&socket, "/v1/status", Duration::from_millis(20)).unwrap_err();
+        let said = format!("{error:#}");
+        assert!(said.starts_with("timeout: the agent at "), "{said}");
+        assert!(said.contains(SOCKET_NAME) && said.contains("20ms") && !said.contains("os error"));
+    }
 }
