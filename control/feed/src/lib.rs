@@ -22,4 +22,4 @@ pub use effects::{Effects, Op};
 pub use election::{ADDRESSES_CONDITION, LOAD_BALANCER_CLASS};
 pub use index::Index;
 pub use kind::Kind;
-pub use policy::{is_staged, unknown_parts};
+pub use policy::{STAGED_ANNOTATION, is_staged, unknown_parts, unknown_staged};

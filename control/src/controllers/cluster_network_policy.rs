@@ -5,7 +5,7 @@
 
 use std::sync::Arc;
 
-use control_feed::{is_staged, unknown_parts};
+use control_feed::{is_staged, unknown_parts, unknown_staged};
 use jiff::Timestamp;
 use serde_json::{Value, json};
 
@@ -13,6 +13,7 @@ use super::runtime::informer::Store;
 use super::runtime::object::{Key, Object, set, set_condition};
 use super::runtime::session::{Context, Session};
 use super::runtime::worker::{Again, Controller, KeyQueue, enqueue_changes, tolerate_change};
+use super::staged_policy::not_staged;
 use crate::client::resources;
 use crate::status::ApiError;
 
@@ -84,7 +85,11 @@ fn verdict(policy: &Value) -> (&'static str, &'static str, String) {
         let message = "staged: nodes report what it would change and change nothing";
         return ("True", "Staged", message.into());
     }
-    ("True", "Accepted", "all of it is enforced".into())
+    let mut message = "all of it is enforced".to_owned();
+    if let Some(value) = unknown_staged(policy) {
+        message.push_str(&format!(": {}", not_staged(value)));
+    }
+    ("True", "Accepted", message)
 }
 
 #[cfg(test)]
@@ -127,6 +132,17 @@ mod tests {
             staged["conditions"][1]["lastTransitionTime"],
             "2024-01-01T00:00:00Z"
         );
+    }
+
+    #[test]
+    fn a_policy_that_is_not_staged_for_its_spelling_says_so() {
+        let mut policy = policy(json!({"networks": ["10.0.0.0/8"]}));
+        policy["metadata"]["annotations"] = json!({"weir.dev/staged": "True"});
+        let (state, reason, message) = verdict(&policy);
+        assert_eq!((state, reason), ("True", "Accepted"));
+        assert!(message.contains("\"True\""), "{message}");
+        policy["metadata"]["annotations"] = json!({"weir.dev/staged": "false"});
+        assert_eq!(verdict(&policy).2, "all of it is enforced");
     }
 
     #[test]

@@ -22,6 +22,7 @@ mod quota;
 mod replicaset;
 pub(crate) mod runtime;
 mod service;
+mod staged_policy;
 mod statefulset;
 #[cfg(test)]
 mod tests;
@@ -86,6 +87,7 @@ pub async fn run(
     all.start(cronjob::CronJobs::new);
     all.start(disruption::Budgets::new);
     all.start(cluster_network_policy::ClusterNetworkPolicies::new);
+    all.start(staged_policy::StagedPolicies::new);
     let quotas = all.start(quota::Quotas::new);
     let content_changed = quota::notifier(&context, &quotas);
     let namespaces =

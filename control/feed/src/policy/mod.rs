@@ -22,7 +22,7 @@ use serde_json::Value;
 
 use crate::Effects;
 use graph::Graph;
-pub use rules::{is_staged, unknown_parts};
+pub use rules::{STAGED_ANNOTATION, is_staged, unknown_parts, unknown_staged};
 
 /// See the module documentation.
 #[derive(Debug, Default)]

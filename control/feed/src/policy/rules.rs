@@ -16,7 +16,8 @@ use super::selector::{Members, Namespaces, Selector, SetId, namespaced_pods, sel
 use crate::translate::{items, name, namespace, text};
 
 /// With the value `true` a policy reports what it would change and changes nothing.
-const STAGED_ANNOTATION: &str = "weir.dev/staged";
+/// On either kind of policy: `true` stages it, `false` or none enforces it.
+pub const STAGED_ANNOTATION: &str = "weir.dev/staged";
 
 /// A policy and what its selectors mean.
 #[derive(Clone, Debug, Default, PartialEq)]
@@ -246,10 +247,18 @@ fn cluster_subject(spec: &Value) -> Option<Members> {
     }
 }
 
-/// True when a policy reports what it would change, and changes nothing.
+/// True when a policy reports what it would change, and changes nothing. Only the one word says so: what cannot be read must
+/// not open what a policy closes.
 #[must_use]
 pub fn is_staged(policy: &Value) -> bool {
     policy["metadata"]["annotations"][STAGED_ANNOTATION] == "true"
+}
+
+/// What an annotation says that neither stages a policy nor does not.
+#[must_use]
+pub fn unknown_staged(policy: &Value) -> Option<&str> {
+    let value = policy["metadata"]["annotations"][STAGED_ANNOTATION].as_str()?;
+    (value != "true" && value != "false").then_some(value)
 }
 
 /// The only field of an object that may have one of several.

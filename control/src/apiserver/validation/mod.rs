@@ -115,7 +115,7 @@ fn object_rules(gvk: Gvk<'_>, root: &At<'_>, old: Option<&At<'_>>) {
         ("autoscaling", "HorizontalPodAutoscaler") => policy::autoscaler(root),
         ("networking.k8s.io", "NetworkPolicy") => network_policy::network_policy(root, old),
         ("policy.networking.k8s.io", "ClusterNetworkPolicy") => {
-            network_policy::cluster_network_policy(root);
+            network_policy::cluster_network_policy(root, old);
         }
         ("networking.k8s.io", "Ingress") => policy::ingress(root),
         ("scheduling.k8s.io", "PriorityClass") => policy::priority_class(root),

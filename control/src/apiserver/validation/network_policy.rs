@@ -5,6 +5,7 @@
 
 use std::net::IpAddr;
 
+use control_feed::STAGED_ANNOTATION;
 use ipnetwork::IpNetwork;
 use serde_json::Value;
 
@@ -12,6 +13,7 @@ use super::cursor::At;
 use super::metadata::label_selector;
 use super::names;
 
+const STAGED: &[&str] = &["true", "false"];
 const TYPES: &[&str] = &["Ingress", "Egress"];
 const PROTOCOLS: &[&str] = &["TCP", "UDP", "SCTP"];
 const NO_CIDR: &str = "must be a valid CIDR value, (e.g. 10.9.8.0/24 or 2001:db8::/64)";
@@ -19,6 +21,7 @@ const NO_CIDR: &str = "must be a valid CIDR value, (e.g. 10.9.8.0/24 or 2001:db8
 pub(super) fn network_policy(root: &At<'_>, old: Option<&At<'_>>) {
     // What stands in the object already may stay, whatever rules came later.
     let known = old.map(blocks).unwrap_or_default();
+    staged(root, old);
     let spec = root.get("spec");
     label_selector(&spec.get("podSelector"));
     for (rules, peers) in [("ingress", "from"), ("egress", "to")] {
@@ -38,6 +41,20 @@ pub(super) fn network_policy(root: &At<'_>, old: Option<&At<'_>>) {
         if !TYPES.contains(&kind.text()) {
             kind.not_supported(TYPES);
         }
+    }
+}
+
+/// A policy that its author believes staged must not be enforced for the spelling of a word. What stands there already may
+/// stay.
+fn staged(root: &At<'_>, old: Option<&At<'_>>) {
+    fn annotation<'a>(root: &At<'a>) -> At<'a> {
+        let annotations = root.get("metadata").get("annotations");
+        annotations.key(STAGED_ANNOTATION)
+    }
+    let value = annotation(root);
+    let stays = old.is_some_and(|old| annotation(old).value() == value.value());
+    if value.exists() && !stays && !STAGED.contains(&value.text()) {
+        value.not_supported(STAGED);
     }
 }
 
@@ -166,7 +183,8 @@ const DOMAIN_NAME: &str = r"^(\*\.)?([a-zA-z0-9]([-a-zA-Z0-9_]*[a-zA-Z0-9])?\.)+
 /// Peers of egress rules that are no pods.
 const PORTLESS: [&str; 3] = ["networks", "nodes", "domainNames"];
 
-pub(super) fn cluster_network_policy(root: &At<'_>) {
+pub(super) fn cluster_network_policy(root: &At<'_>, old: Option<&At<'_>>) {
+    staged(root, old);
     let spec = root.get("spec");
     if !spec.exists() {
         spec.required("");

@@ -4,7 +4,9 @@ use control_api::v1::{PolicyAction, PolicyRule, PolicyTier, policy_rule_peer};
 use serde_json::{Value, json};
 
 use super::super::peers;
-use super::super::rules::{Translated, cluster_network_policy, network_policy, unknown_parts};
+use super::super::rules::{
+    Translated, cluster_network_policy, network_policy, unknown_parts, unknown_staged,
+};
 use super::super::selector::Selector;
 
 fn netpol(spec: Value) -> Translated {
@@ -304,7 +306,23 @@ fn an_annotation_stages_a_policy() {
             "annotations": {"weir.dev/staged": value}}, "spec": {}});
         network_policy(&object).message.staged
     };
-    assert!(staged("true") && !staged("false") && !staged(""));
+    assert!(staged("true") && !staged("false"));
+    // What an API server has let through all the same is enforced, and named.
+    for unknown in ["", "True", "yes", "1"] {
+        assert!(!staged(unknown), "{unknown}");
+        let object = json!({"metadata": {"annotations": {"weir.dev/staged": unknown}}});
+        assert_eq!(unknown_staged(&object), Some(unknown));
+    }
+    for known in [
+        json!({}),
+        json!({"weir.dev/staged": "false"}),
+        json!({"weir.dev/staged": "true"}),
+    ] {
+        assert_eq!(
+            unknown_staged(&json!({"metadata": {"annotations": known}})),
+            None
+        );
+    }
     assert_eq!(
         netpol(json!({"ingress": [{}]})).message.ingress[0].action(),
         PolicyAction::Allow

@@ -419,3 +419,36 @@ fn conditions_say_something() {
     new["status"]["conditions"][0]["status"] = json!("Maybe");
     assert_eq!(validate_status_update(CNP, &new, &old).len(), 1);
 }
+
+#[test]
+fn a_policy_is_staged_by_one_word_only() {
+    for gvk in [NETPOL, CNP] {
+        let spec = if gvk == CNP {
+            json!({"tier": "Admin", "priority": 1, "subject": {"namespaces": {}}})
+        } else {
+            json!({})
+        };
+        let policy = |value: Option<&str>| {
+            let mut policy = object(gvk, spec.clone());
+            policy["metadata"]["resourceVersion"] = json!("1");
+            if let Some(value) = value {
+                policy["metadata"]["annotations"] = json!({"weir.dev/staged": value});
+            }
+            policy
+        };
+        for good in [None, Some("true"), Some("false")] {
+            assert_eq!(show(validate_create(gvk, &policy(good))), [""; 0]);
+        }
+        for bad in ["True", "yes", "1", ""] {
+            let said = format!(
+                "metadata.annotations[weir.dev/staged]: Unsupported value: {bad:?}: supported values: \"true\", \"false\""
+            );
+            let created = show(validate_create(gvk, &policy(Some(bad))));
+            assert_eq!(created.concat(), said);
+            let update =
+                |old: Option<&str>| show(validate_update(gvk, &policy(Some(bad)), &policy(old)));
+            assert_eq!(update(Some("true")), [said]);
+            assert_eq!(update(Some(bad)), [""; 0], "it stands there already");
+        }
+    }
+}
