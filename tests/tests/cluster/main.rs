@@ -9,6 +9,7 @@
 )]
 
 mod balancer;
+mod dns;
 mod faults;
 mod flow;
 mod http;
@@ -27,6 +28,7 @@ const CHECKS: &[(&str, Check)] = &[
     ("nodes_pods_services_and_slices_are_shown", flow::listings),
     ("describe_and_logs", flow::describe_and_logs),
     ("names_resolve_in_pods", traffic::names_resolve),
+    ("dns_serves_its_config_map", dns::serves_its_config_map),
     ("pods_of_every_node_reach_all_replicas", traffic::from_pods),
     (
         "processes_of_every_node_reach_all_replicas",
