@@ -9,7 +9,7 @@ use hickory_proto::rr::{Name, RecordType};
 use serde_json::json;
 
 use crate::http;
-use crate::support::{Cluster, NODES, Result, eventually};
+use crate::support::{Cluster, NAME, NODES, Result, eventually};
 
 /// What kubeadm writes, but for the TTL and for the ports that processes of a machine may have, and what users add.
 const COREFILE: &str = "\
@@ -73,6 +73,15 @@ pub(crate) fn serves_its_config_map(cluster: &Cluster) -> Result<String> {
         "coredns",
         &json!({"Corefile": COREFILE.replace("errors", "nonsense")}),
     )?;
+    eventually("word of the wrong Corefile", || {
+        let on = ["on", "--name", NAME, NODES[0], "--", "weirctl", "metrics"];
+        let said = cluster.xtask(&on)?;
+        let refused = said
+            .lines()
+            .find_map(|l| l.strip_prefix("coredns_reload_failed_total "));
+        ensure!(refused == Some("1"), "{refused:?} refused");
+        Ok(())
+    })?;
     let replaced = COREFILE.replace("ttl 17", "ttl 18");
     said(cluster, NODES[0], "shop.example.", "shop.example. 17")?;
     map("coredns", &json!({"Corefile": replaced}))?;

@@ -36,6 +36,7 @@ const CHECKS: &[(&str, Check)] = &[
     ),
     ("both_families_are_balanced", traffic::dual_stack),
     ("udp_is_balanced", traffic::udp),
+    ("host_ports_lead_to_their_pod", traffic::host_ports),
     (
         "no_rules_of_iptables_nftables_or_ipvs",
         traffic::no_foreign_rules,

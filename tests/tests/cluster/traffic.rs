@@ -61,6 +61,48 @@ fn run_pod(cluster: &Cluster, name: &str, node: &str, script: &str) -> Result<St
     Ok(logs)
 }
 
+/// A port of the node leads to the pod that asked for it, in both families, and to nobody once the pod has gone.
+pub(crate) fn host_ports(cluster: &Cluster) -> Result<String> {
+    let pod = serde_json::json!({
+        "apiVersion": "v1", "kind": "Pod", "metadata": {"name": "host-port"},
+        "spec": {
+            "nodeSelector": {"kubernetes.io/hostname": "n2"}, "terminationGracePeriodSeconds": 0,
+            "containers": [{"name": "c", "image": "nginx", "imagePullPolicy": "IfNotPresent",
+                "ports": [{"containerPort": 80, "hostPort": 8081}]}],
+        },
+    });
+    cluster.kubectl_with(&["apply", "-f", "-"], &pod.to_string())?;
+    let ready = [
+        "wait",
+        "--for=condition=Ready",
+        "pod/host-port",
+        "--timeout=90s",
+    ];
+    cluster.kubectl(&ready)?;
+    let addresses: [SocketAddr; 2] = ["192.168.77.12:8081".parse()?, "[fd77::12]:8081".parse()?];
+    for address in addresses {
+        for (from, netns) in [
+            ("the client", cluster.netns("client")),
+            ("the node itself", cluster.netns("n2")),
+            ("another node", cluster.netns("n1")),
+            ("a pod", cluster.client_netns("n1")?),
+        ] {
+            let answered = http::inside(&netns, || http::fetch(address))
+                .with_context(|| format!("{address} from {from}"))?;
+            ensure!(answered == "host-port", "{answered} answered {from}");
+        }
+    }
+    cluster.kubectl(&["delete", "pod", "host-port", "--now"])?;
+    for address in addresses {
+        eventually("the port to be nobody's", || {
+            let reached = http::inside(&cluster.netns("client"), || http::fetch(address));
+            ensure!(reached.is_err(), "{address} still answers");
+            Ok(())
+        })?;
+    }
+    Ok("192.168.77.12:8081 and [fd77::12]:8081".to_owned())
+}
+
 /// wget by name in a pod of every node, as a user would.
 pub(crate) fn from_pods(cluster: &Cluster) -> Result<String> {
     let script = format!(
