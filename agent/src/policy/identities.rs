@@ -3,11 +3,10 @@
 //! One line for each, added before the number is used. Maps do not survive the machine, so nothing waits for the disk: what
 //! a power cut takes away is of no use afterwards.
 
-use std::fs::{File, OpenOptions};
-use std::io::{self, Write as _};
-use std::os::unix::fs::OpenOptionsExt as _;
-use std::path::{Path, PathBuf};
+use std::io;
+use std::path::Path;
 
+use super::line_file::{LineFile, lines};
 use crate::compile::policy::Record;
 
 /// Name of the file below the state directory.
@@ -18,10 +17,7 @@ const MAX_FILE_BYTES: u64 = 256 << 20;
 
 /// The file, open for more.
 #[derive(Debug)]
-pub(super) struct IdentityFile {
-    path: PathBuf,
-    file: File,
-}
+pub(super) struct IdentityFile(LineFile);
 
 impl IdentityFile {
     /// Opens the file and reads what an earlier agent wrote. Lines that make no sense are left out; of two with one number
@@ -32,55 +28,29 @@ impl IdentityFile {
             Ok(meta) if meta.len() <= MAX_FILE_BYTES => std::fs::read(&path)?,
             _ => Vec::new(),
         };
-        let lines = text.split(|byte| *byte == b'\n');
-        let records: Vec<Record> = lines
+        let written = text.split(|byte| *byte == b'\n');
+        let records: Vec<Record> = written
             .filter_map(|line| serde_json::from_slice(line).ok())
             .collect();
         // Whatever was cut off must not run into the next line.
-        if !text.is_empty() && !text.ends_with(b"\n") {
-            return Ok((Self::replace(path, &records)?, records));
-        }
-        let file = options().append(true).open(&path)?;
-        Ok((Self { path, file }, records))
+        let file = if text.is_empty() || text.ends_with(b"\n") {
+            LineFile::open(path)?
+        } else {
+            LineFile::replace(path, &lines(&records)?)?
+        };
+        Ok((Self(file), records))
     }
 
     /// Adds lines.
     pub(super) fn add(&mut self, records: &[Record]) -> io::Result<()> {
-        if records.is_empty() {
-            return Ok(());
-        }
-        self.file.write_all(&lines(records)?)
+        self.0.add(records)
     }
 
     /// Makes the file hold these and no others.
     pub(super) fn rewrite(&mut self, records: &[Record]) -> io::Result<()> {
-        *self = Self::replace(self.path.clone(), records)?;
+        self.0 = LineFile::replace(self.0.path.clone(), &lines(records)?)?;
         Ok(())
     }
-
-    fn replace(path: PathBuf, records: &[Record]) -> io::Result<Self> {
-        let new = path.with_extension("new");
-        let mut file = options().write(true).truncate(true).open(&new)?;
-        file.write_all(&lines(records)?)?;
-        std::fs::rename(&new, &path)?;
-        let file = options().append(true).open(&path)?;
-        Ok(Self { path, file })
-    }
-}
-
-fn options() -> OpenOptions {
-    let mut options = OpenOptions::new();
-    options.create(true).mode(0o600);
-    options
-}
-
-fn lines(records: &[Record]) -> io::Result<Vec<u8>> {
-    let mut text = Vec::new();
-    for record in records {
-        serde_json::to_writer(&mut text, record)?;
-        text.push(b'\n');
-    }
-    Ok(text)
 }
 
 #[cfg(test)]

@@ -9,6 +9,7 @@ mod drops;
 mod ends;
 mod explain;
 mod identities;
+mod line_file;
 mod programs;
 mod report;
 mod stats;

@@ -4,16 +4,15 @@
 //! times below begins again. Then one line for each address, written before the address is used, and the whole anew when
 //! something ended or is believed for longer. Nothing waits for the disk: what a power cut takes away is of no use.
 
-use std::fs::{File, OpenOptions};
-use std::io::{self, Write as _};
+use std::io;
 use std::net::IpAddr;
-use std::os::unix::fs::OpenOptionsExt as _;
 use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 
 use crate::compile::policy::DomainAnswers;
 use crate::policy::PolicyError;
+use crate::policy::line_file::{LineFile, lines};
 
 /// Name of the file below the state directory.
 pub const DOMAINS_NAME: &str = "policy.domains";
@@ -39,9 +38,8 @@ struct Header {
 /// The file, open for more.
 #[derive(Debug)]
 pub(in crate::policy) struct DomainFile {
-    path: PathBuf,
+    lines: LineFile,
     boot: String,
-    file: File,
 }
 
 impl DomainFile {
@@ -63,17 +61,14 @@ impl DomainFile {
                 Vec::new()
             }),
         };
-        let file = replace(&path, boot, &records)?;
+        let lines = replace(path, boot, &records)?;
         let boot = boot.to_owned();
-        Ok((Self { path, boot, file }, records))
+        Ok((Self { lines, boot }, records))
     }
 
     /// Adds lines.
     pub(super) fn add(&mut self, records: &[Record]) -> io::Result<()> {
-        if records.is_empty() {
-            return Ok(());
-        }
-        self.file.write_all(&lines(records)?)
+        self.lines.add(records)
     }
 
     /// Makes the file hold these answers and no others.
@@ -86,14 +81,14 @@ impl DomainFile {
             })
         });
         let records: Vec<Record> = records.collect();
-        self.file = replace(&self.path, &self.boot, &records)?;
+        self.lines = replace(self.lines.path.clone(), &self.boot, &records)?;
         Ok(())
     }
 
     /// What a failure is called.
     pub(in crate::policy) fn failed(&self, source: io::Error) -> PolicyError {
         PolicyError::Domains {
-            path: self.path.clone(),
+            path: self.lines.path.clone(),
             source,
         }
     }
@@ -123,32 +118,13 @@ fn parse(text: &[u8], boot: &str) -> Result<Vec<Record>, usize> {
         .collect()
 }
 
-fn replace(path: &Path, boot: &str, records: &[Record]) -> io::Result<File> {
-    let new = path.with_extension("domains.new");
-    let mut file = options().write(true).truncate(true).open(&new)?;
+fn replace(path: PathBuf, boot: &str, records: &[Record]) -> io::Result<LineFile> {
     let header = Header {
         boot: boot.to_owned(),
     };
     let mut text = lines(&[header])?;
     text.extend(lines(records)?);
-    file.write_all(&text)?;
-    std::fs::rename(&new, path)?;
-    options().append(true).open(path)
-}
-
-fn options() -> OpenOptions {
-    let mut options = OpenOptions::new();
-    options.create(true).mode(0o600);
-    options
-}
-
-fn lines(records: &[impl Serialize]) -> io::Result<Vec<u8>> {
-    let mut text = Vec::new();
-    for record in records {
-        serde_json::to_writer(&mut text, record)?;
-        text.push(b'\n');
-    }
-    Ok(text)
+    LineFile::replace(path, &text)
 }
 
 #[cfg(test)]
@@ -216,7 +192,8 @@ mod tests {
     fn a_full_disk_is_tried_again() {
         let dir = tempfile::tempdir().unwrap();
         let (mut file, _) = DomainFile::open(dir.path(), "b1").unwrap();
-        file.file = options().append(true).open("/dev/full").unwrap();
+        let full = std::fs::OpenOptions::new().append(true).open("/dev/full");
+        file.lines.file = full.unwrap();
         let domains = Domains::default();
         domains.known().fresh.push(record(1));
         let mut snapshot = domains.snapshot();
